@@ -23,8 +23,7 @@ Advantage = Callable[[Sequence[float], Sequence[int]], NDArray[np.float32]]
 def mean_baseline_advantages(rewards_G: Sequence[float], lengths_G: Sequence[int]) -> NDArray[np.float32]:
     """A_i = R_i - sum_j R_j / G: the baseline of GRPO without its division (Dr. GRPO, arXiv 2503.20783).
 
-    The division by the standard deviation weighs a group up the more, the more its rollouts agree: tasks that are
-    almost always or almost never solved would count most.
+    Division by the standard deviation would weigh those tasks most that are almost always or almost never solved.
     """
     rewards = _checked(rewards_G, lengths_G)
     return _relative_to(rewards, np.full_like(rewards, rewards.mean()))

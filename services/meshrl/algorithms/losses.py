@@ -147,7 +147,7 @@ def cispo_loss(inputs: LossInputs, *, clip_high: float, clip_low: float | None =
 
 
 def cross_entropy_loss(inputs: LossInputs) -> LossOutput:
-    """Supervised fine-tuning: -log p of each token; advantages and sampling logprobs are not looked at."""
+    """Supervised fine-tuning: -log p of each token, whatever its advantage and sampling logprob."""
     return LossOutput(per_token=-inputs.logprobs, masked=_none(inputs))
 
 

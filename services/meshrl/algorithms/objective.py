@@ -212,7 +212,7 @@ def candidate_kl(logprobs_NK: torch.Tensor, reference_NK: torch.Tensor, given_NK
 
 
 def _indexes(mask_P: torch.Tensor) -> torch.Tensor:
-    """Found once for several columns, for a device waits for the host to learn how many."""
+    """Found once for several columns, since a device makes the host wait for the number."""
     return mask_P.nonzero().squeeze(1)
 
 

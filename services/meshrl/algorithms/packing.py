@@ -84,10 +84,10 @@ def pack_samples(
 ) -> Packing:
     """Packs samples into about as few rows as can hold them, of like cost across ranks at each micro-step.
 
-    Rows come micro-step by micro-step, one a rank; there are a multiple of dp_size, if need be by rows without loss. A
-    sample longer than seq_len is truncated at its tail; one without any token to train on is left out. With
-    `min_shared_prefix` samples of a group share a beginning of at least this share of their tokens, unless that makes
-    ranks wait longer for each other than it saves. Deterministic. Raises ValueError for a sample whose arrays differ in
+    Rows come micro-step by micro-step, one a rank; a multiple of dp_size, if need be by rows without loss. A sample
+    longer than seq_len is truncated at its tail; one without any token to train on is left out. With
+    `min_shared_prefix` samples of a group share a beginning of at least this share of their tokens, unless that costs
+    more waiting between ranks than it saves. Deterministic. Raises ValueError for a sample whose arrays differ in
     length, with only one of ref_kl_weights and ref_logprobs, and when nothing is left to train on.
     """
     if seq_len < 2 or dp_size < 1:
@@ -143,8 +143,8 @@ def _rows(
 
 
 def _fit(sample: TrainSample, seq_len: int) -> TrainSample:
-    """The sample's first seq_len tokens, the first of which belongs to no term. Raises ValueError for arrays that do
-    not go together."""
+    """The sample's first seq_len tokens, the first of which belongs to no term. Raises ValueError for inconsistent
+    arrays."""
     length, what = len(sample.token_ids), f"sample of rollout {sample.rollout_id!r}"
     if len(sample.loss_mask) != length or len(sample.logprobs) != length:
         raise ValueError(
@@ -238,7 +238,7 @@ def _weights(samples: Sequence[TrainSample], name: str) -> NDArray[np.float32] |
 
 
 def _candidates(samples: Sequence[TrainSample], name: str) -> Array | None:
-    """(T, K) of the row, as wide as that of the sample with most candidates."""
+    """(T, K) of the row, as wide as the sample with most candidates."""
     arrays: list[Array | None] = [getattr(sample, name) for sample in samples]
     width = max((array.shape[1] for array in arrays if array is not None), default=0)
     if width == 0:

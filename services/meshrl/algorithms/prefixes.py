@@ -1,11 +1,11 @@
 """Finds samples that begin alike, so that a row can hold their beginning once; used by `packing` before it makes rows.
 
 The rollouts of a group repeat its prompt, and the samples of one rollout may repeat its history. A sample shares the
-first P tokens of another when both have the same P first tokens and no term of the objective has one of its own among
-them: its loss would be lost. Sharing is one level deep: the other sample, its root, has all of its tokens.
+first P tokens of another, its root, when both have the same P first tokens and no term of the objective has one of its
+own among them: its loss would be lost. Sharing is one level deep: the root has all of its tokens.
 
-With a root of R tokens and samples of P_i + L_i, a bundle holds R + sum L_i tokens instead of R + sum (P_i + L_i). What
-is left of a sample costs L + attention * ((P + L)^2 - P^2) (see `balance`): its tokens still see the prefix.
+With a root of R tokens and samples of P_i + L_i, a bundle holds R + sum L_i tokens instead of R + sum (P_i + L_i). The
+rest of a sample costs L + attention * ((P + L)^2 - P^2) (see `balance`): its tokens still see the prefix.
 
 Shapes: T tokens of a sample.
 """
@@ -78,8 +78,7 @@ def _common(root: Beginning, sample: Beginning) -> int:
 def _divided(bundle: Bundle, lengths: Sequence[int], limit: int) -> list[Bundle]:
     """Parts of at most `limit` tokens. A part after the first begins with a sample as its root.
 
-    That root has the prefix that the others share with the first root, as far as it shares it too: members come by
-    descending prefix, so it is at least as long as theirs.
+    Members come by descending prefix, so that root shares at least as much with the first one as the members after it.
     """
     parts: list[Bundle] = []
     members: list[int] = []

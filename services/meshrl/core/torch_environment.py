@@ -1,5 +1,5 @@
-"""Before torch is loaded: whether it may find a GPU, and the variables that it reads then, of how its threads wait on a
-shared CPU and how a trainer's GPU memory grows."""
+"""Before torch is loaded: whether it may find a GPU, and its variables of how threads wait on a shared CPU and how a
+trainer's GPU memory grows."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 SPINS = "1000"
-"""Some microseconds: as fast as any number on idle cores, and beside a program that wants one of two cores a training
-step takes half the processor seconds of OpenMP's 300,000 (torch 2.13)."""
+"""Microseconds: as fast as any number on idle cores; beside a program that wants one of two cores a training step takes
+half the processor seconds of OpenMP's 300,000 (torch 2.13)."""
 
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 GPU_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"))

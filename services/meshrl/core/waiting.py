@@ -23,9 +23,9 @@ class StoppedError(Exception):
 
 
 async def unless_stopped(stop: asyncio.Event, work: Coroutine[None, None, T] | asyncio.Future[T]) -> T:
-    """Returns the result of `work`, or raises StoppedError as soon as `stop` is set; work that is done by then wins.
+    """The result of `work`, or StoppedError as soon as `stop` is set; finished work wins.
 
-    Work that is broken off is cancelled, and its clean-up waited for (CANCEL_DEADLINE_S). Raises what `work` raises.
+    Work that is broken off is cancelled, and its clean-up waited for (CANCEL_DEADLINE_S). Raises the errors of `work`.
     """
     working = asyncio.ensure_future(work)
     try:
@@ -97,7 +97,7 @@ async def read_ahead(made: Iterator[T]) -> AsyncGenerator[T, None]:
 
 
 class Pulse:
-    """Wakes all who wait for a change, each time that there is one.
+    """Wakes all waiters at each change.
 
     A waiter looks at what may have changed, and waits for the next beat if it did not find what it wants. One that
     awaits anything between the two takes `upcoming` before it looks, or it could miss a beat.
@@ -149,7 +149,7 @@ class InFlight:
 
 
 class Pace:
-    """A queue for the event loop: in each of its rounds one of those that wait goes on.
+    """A queue for the event loop: in each of its rounds one waiter goes on.
 
     Without it a thousand rollouts that start at the same time are served in one round, and meanwhile no deadline fires,
     no connection is read and no health check is answered for seconds.

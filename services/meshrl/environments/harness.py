@@ -1,10 +1,10 @@
 """Plays an agent's side of an episode inside the rollout process: a chat loop that asks for one completion at a time.
 
 verifiers starts it with a task and the address of its interception server, which samples, records and scores. The
-harnesses that ship with verifiers start a program for each rollout; this one is a coroutine, so a rollout costs
-milliseconds. The hosting process (`hosted_by`) samples its turns without HTTP where verifiers does nothing to the
-requests (`Turns`), shares one set of HTTP connections among the others, and learns what each rollout is doing. Without
-a host a rollout opens its own connections.
+harnesses of verifiers start a program for each rollout; this one is a coroutine, so a rollout costs milliseconds. The
+hosting process (`hosted_by`) samples its turns without HTTP if verifiers does nothing to the requests (`Turns`), shares
+one set of HTTP connections among the others, and learns what each rollout is doing. Without a host a rollout opens its
+own connections.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ OK = ProgramResult(exit_code=0, stdout="", stderr="")
 
 @dataclass(frozen=True)
 class RefusedCall:
-    """A model call that failed: the HTTP status and body that the interception server answers, or would answer."""
+    """A failed model call: the HTTP status and body that the interception server answers, or would answer."""
 
     status: int
     detail: str
@@ -69,9 +69,9 @@ class Turns(Protocol):
 
 @dataclass(frozen=True)
 class HarnessHost:
-    """What the process that hosts the harness gives its conversations: connections, which they leave open, and a
-    listener. `doing(trace_id, what)` gets what a conversation waits for besides the model, and "" when that is over.
-    `turns(trace_id)` takes its turns; None where they go over HTTP. `tools` are connections to its tool servers."""
+    """The host's gifts to its conversations: connections, which they leave open, and a listener. `doing(trace_id,
+    what)` gets a conversation's wait besides the model, and "" when that is over. `turns(trace_id)` takes its turns;
+    None if they go over HTTP. `tools` are connections to its tool servers."""
 
     http: aiohttp.ClientSession
     doing: Callable[[str, str], None]
@@ -83,10 +83,9 @@ _HOST: ContextVar[HarnessHost | None] = ContextVar("harness_host", default=None)
 
 
 def open_connections() -> aiohttp.ClientSession:
-    """Connections to an interception server, kept open from one call to the next; as many as there are calls at once.
-    There is no deadline for connecting but the kernel's: the server is in this very process, so the kernel connects or
-    refuses at once, and a deadline of the event loop would only find out how busy the loop is. The rollout's own
-    deadline ends a call."""
+    """Connections to an interception server, one for each call at once, kept open between calls. The only deadline for
+    connecting is the kernel's: the server is in this process, so the kernel connects or refuses at once, and a deadline
+    of the event loop would only measure its load. The rollout's own deadline ends a call."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0),
         timeout=aiohttp.ClientTimeout(total=None, connect=None, sock_connect=None, sock_read=None),
@@ -167,8 +166,8 @@ class ChatSession(HarnessSession):  # type: ignore[misc]  # verifiers is untyped
         return await self.segment(messages)
 
     async def segment(self, messages: Messages | None) -> ProgramResult:
-        """Adds the user's messages and talks to the model until it answers without calling a tool. Returns success also
-        when a limit or stop of the rollout ended the conversation; raises HarnessError when a model call failed,
+        """Adds the user's messages and talks to the model until it answers without calling a tool. Also succeeds when a
+        limit or stop of the rollout ended the conversation; raises HarnessError when a model call failed,
         InterceptionError when the interception server cannot be reached."""
         if self._http is None:
             await self._open()

@@ -78,7 +78,7 @@ def is_of_the_old_api(module: str) -> bool:
 
 def _absent_module(error: Exception) -> str | None:
     """Name of the module that was not found: verifiers raises an error of its own from that of the import. None for any
-    other error, such as an ImportError of a taskset that says itself what it needs."""
+    other error, such as a taskset's own ImportError."""
     cause: BaseException | None = error
     while isinstance(cause, ModuleNotFoundError):
         if cause.name:

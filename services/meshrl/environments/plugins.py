@@ -1,8 +1,8 @@
 """Finds the modules behind environment and harness ids, in the form in which verifiers loads them.
 
-verifiers resolves a plugin by a top-level module name, so a dotted module (`meshrl.environments.harness`, or one
-inside a user's own package) is imported here once and entered in `sys.modules` under its name with underscores;
-verifiers then finds that very module. Nothing is loaded twice and nothing of verifiers is changed.
+verifiers resolves a plugin by a top-level module name, so a dotted module (`meshrl.environments.harness`, or one inside
+a user's package) is imported here once and entered in `sys.modules` under its name with underscores. Nothing is loaded
+twice and nothing of verifiers is changed.
 
 A distribution gives its tasksets short ids by entry points: `meshrl.environments` has the module of each id, and
 `meshrl.environments.families` the module and the option of ids with a colon, as `meshrl.environments.nim` and
@@ -47,8 +47,8 @@ def plugin_id(module_id: str) -> str:
 
 
 def split_choice(taskset_id: str) -> tuple[str, dict[str, str]]:
-    """The module of `family:choice` and the option that the choice sets; any other id as it is, and no option. Raises
-    ValueError for a colon behind a taskset that takes none."""
+    """The module of `family:choice` and the option that the choice sets; any other id as it is. Raises ValueError for a
+    colon behind a taskset that takes none."""
     family, colon, choice = taskset_id.partition(":")
     if not colon:
         return taskset_id, {}

@@ -1,8 +1,8 @@
 """Keeps connections to tool servers that all rollouts of an environment share, from one rollout to the next.
 
 The host of the in-process harness lends them to its conversations. Opening one costs as much as many calls: a
-handshake, a listing of the tools, and certificates read for a server that has none. A connection is kept only where the
-server cannot distinguish rollouts: a shared server at one address for all, and a protocol without sessions.
+handshake, a listing of the tools, and certificates. A connection is kept only if the server cannot distinguish
+rollouts: a shared server at one address for all, and a protocol without sessions.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class ToolConnections:
             return ToolConnection(key, stack.pop_all(), tools, dispatch, opened, self._clock())
 
     async def give_back(self, connection: ToolConnection) -> None:
-        """Keeps connections for the next rollout where that cannot matter to it; else closes them."""
+        """Keeps connections for the next rollout if that cannot matter to it; else closes them."""
         idle = self._idle[connection.key]
         if self._are_shared(connection.servers) and connection.without_sessions and len(idle) < IDLE_AT_MOST:
             idle.append(connection)
@@ -97,8 +97,8 @@ class ToolConnections:
 
 @functools.cache
 def _share_certificates() -> None:
-    """Has the HTTP client of the tools' protocol read the system's certificates once; each connection reads them anew,
-    also one without TLS, which takes 20 ms of the event loop."""
+    """Has the HTTP client of the tools' protocol read the system's certificates once, not for each connection, which
+    takes 20 ms of the event loop, also without TLS."""
     default = import_module("httpx2._transports.default")  # only tasksets with tools load it
     inner = default.create_ssl_context
     usual: dict[bool, ssl.SSLContext] = {}

@@ -1,4 +1,4 @@
-"""Which weights are evaluated: those that are served, and the checkpoints of a run that `--weights-dir` names."""
+"""Which weights are evaluated: the served ones, and the checkpoints of a run in `--weights-dir`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FINAL = "final"
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluatedWeights:
-    """One set of weights. `folder` None is what the engine was started with; `name` stands in every result of it."""
+    """One set of weights. `folder` None: as the engine was started; `name` stands in every result of it."""
 
     name: str
     step: int
@@ -23,8 +23,8 @@ class EvaluatedWeights:
 
 
 def weights_to_evaluate(weights_dir: Path | None, steps: Sequence[int] | None, *, base: bool) -> list[EvaluatedWeights]:
-    """The base model first, then the checkpoints by step: all that are there, or those of `steps`. Raises ConfigError
-    for what is not there."""
+    """The base model first, then the checkpoints by step: all, or those of `steps`. Raises ConfigError for missing
+    ones."""
     found = [EvaluatedWeights(name=BASE, step=0, folder=None)] if base else []
     if weights_dir is None:
         return found

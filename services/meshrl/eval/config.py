@@ -16,9 +16,9 @@ from meshrl.trials.config import TrialsConfig
 class EvaluationConfig(TrialsConfig):
     """Evaluates a model, and the checkpoints of a run, in any number of environments at once.
 
-    The model is behind client.base_url: an engine that `inference` started, or any server of /v1/chat/completions. Or
-    it is served by an engine that this command starts (--inference). Every rollout is a line of results.jsonl; the same
-    command plays only what is missing there.
+    The model is behind client.base_url, an engine that `inference` started or any server of /v1/chat/completions, or at
+    an engine that this command starts (--inference). Every rollout is a line of results.jsonl; the same command plays
+    only missing ones.
     """
 
     everyday_keys: ClassVar[Mapping[str, Sequence[str]]] = {
@@ -40,14 +40,14 @@ class EvaluationConfig(TrialsConfig):
     """The node of the job."""
 
     weights_dir: Path | None = None
-    """Folder of the checkpoints of a run, OUTPUT_DIR/weights: they are loaded into the engines one after the other,
-    which must see the folder under the same path. None evaluates what is served."""
+    """Folder of the checkpoints of a run, OUTPUT_DIR/weights: they are loaded one after the other into the engines,
+    which must see it under the same path. None evaluates the served weights."""
 
     steps: Annotated[list[int], Field(min_length=1)] | None = None
     """Steps whose checkpoints are evaluated; None is all that weights_dir holds."""
 
     eval_base: bool = True
-    """Evaluate the model that the engines were started with as well, before the checkpoints."""
+    """Before the checkpoints, evaluate the model that the engines were started with as well."""
 
     pass_threshold: float = 1.0
     """A rollout passes when its reward is at least this; pass@k is about rollouts that pass."""
@@ -56,7 +56,7 @@ class EvaluationConfig(TrialsConfig):
     """Resamplings of the tasks that the intervals are taken from."""
 
     output_dir: Path = Path("outputs/eval")
-    """Folder for results, table, curve and logs. One that holds results of the same settings is gone on with."""
+    """Folder for results, table, curve and logs. One with results of the same settings is continued."""
 
     wandb: WandbConfig | None = None
     """Weights & Biases; None means off."""

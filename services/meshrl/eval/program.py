@@ -1,4 +1,4 @@
-"""The work of `eval`: for each set of weights loads it, plays what is missing, scores what is there."""
+"""The work of `eval`: loads each set of weights, plays missing rollouts, scores all."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from meshrl.wire.values import JsonObject
 
 
 class Evaluation:
-    """`loads` means that the engines load each set; else what they serve is evaluated. A rollout passes from a
-    reward of `pass_threshold` on; intervals are taken from so many `resamplings` of the tasks."""
+    """`loads`: the engines load each set; else the served weights are evaluated. A rollout passes from a reward of
+    `pass_threshold` on; intervals are taken from so many `resamplings` of the tasks."""
 
     def __init__(
         self,

@@ -1,10 +1,10 @@
 """Adapter sets: the adapters of one run as one flat tensor, mounted on the model's layers for the run's passes.
 
-A set has a rank, an alpha and layers of its own, and can be made at any time, also once the model is sharded: its
-matrices are no part of FSDP, every rank has all of them, and ranks sum their gradient once a step. A layer has the
-adapter of the set that was mounted last, or none. What is mounted stays from a forward pass to the end of its backward
-pass, since activation checkpointing computes the forward pass again. For a row that several runs share, `JoinedSets`
-mounts each set on the tokens of its run.
+A set has a rank, an alpha and layers of its own, and can be made at any time: its matrices are no part of FSDP, every
+rank has all of them, and ranks sum their gradient once a step. A layer has the adapter of the set that was mounted
+last, or none. A set stays mounted from a forward pass to the end of its backward pass, since activation checkpointing
+computes the forward pass again. For a row that several runs share, `JoinedSets` mounts each set on the tokens of its
+run.
 
 Shapes: P scalars of a set, each matrix padded to 64 bytes; T tokens of a row, G sets on it, R their highest rank.
 """
@@ -39,7 +39,7 @@ class AdapterScale:
 
 
 class AdapterHolder(nn.Module):
-    """A layer that may have an adapter. Without one its rank is 0 and it computes what its base does."""
+    """A layer that may have an adapter. Without one its rank is 0 and it computes as its base."""
 
     lora_A: nn.Parameter  # noqa: N815  # PEFT's names; None while no adapter is mounted, as `rank` shows
     lora_B: nn.Parameter  # noqa: N815
@@ -65,7 +65,7 @@ class AdapterHolder(nn.Module):
     def _hold(
         self, adapter_set: AdapterSet | None, scale: AdapterScale, low: nn.Parameter | None, high: nn.Parameter | None
     ) -> None:
-        """Each layer of a model at each turn of a run: past nn.Module's own way to set, which takes 50 us a layer."""
+        """Each layer of a model at each turn of a run: past nn.Module's own setting, which takes 50 us a layer."""
         factor = scale.alpha / scale.rank if scale.rank else 0.0
         self.__dict__.update(
             rank=scale.rank,
@@ -122,14 +122,14 @@ class AdapterSet:
                 layer.hold_none()
 
     def open_gradient(self) -> None:
-        """Makes room for the gradient, where backward passes add to; it stays until `drop_gradient`."""
+        """Makes room for the gradient of backward passes; it stays until `drop_gradient`."""
         if self.gradient is None:
             self.gradient = torch.zeros_like(self.flat)
             for parameter, view in zip(self._parameters, _views(self.gradient, self._shapes), strict=True):
                 parameter.grad = view
 
     def sum_gradient(self) -> None:
-        """Sums the gradient over all ranks of the process group; without one it is the sum already."""
+        """Sums the gradient over all ranks of the process group, if there is one."""
         if dist.is_initialized() and dist.get_world_size() > 1:
             self.open_gradient()
             assert self.gradient is not None
@@ -166,7 +166,7 @@ class JoinedLayer:
     held: tuple[bool, ...]  # by each set
 
     def added(self, output: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
-        """The base's output (..., T, out) with what the adapters add for inputs (..., T, in)."""
+        """The base's output (..., T, out) plus that of the adapters for inputs (..., T, in)."""
         segments, dtype = self.segments, output.dtype
         widths = self.low.shape[2], self.high.shape[1]
         if (
@@ -245,7 +245,7 @@ class JoinedSets:
             layer.hold_none()
 
     def add_gradients(self) -> None:
-        """Adds what backward passes have left to the gradients of the sets."""
+        """Adds the backward passes' gradients to those of the sets."""
         for adapter_set in self._sets:
             adapter_set.open_gradient()
         if made := [(own.grad, part) for own, part in self._pairs(lambda stack: stack.grad)]:

@@ -1,9 +1,9 @@
 """Attention over packed rows that never crosses a sample's boundary; used by the trainers' forward pass.
 
-A packed row holds S samples one after another, T tokens in all. Projections and MLPs run on the row as it is, with no
-padding. Attention runs sample by sample: on CUDA in half precision through the kernels of `fused_attention`, anywhere
-else as causal attention over a few padded blocks of samples of similar length. A T x T mask is never built.
-`choose_kernels` is the one place that picks.
+A packed row holds S samples one after another, T tokens in all. Projections and MLPs run on the row without padding.
+Attention runs sample by sample: on CUDA in half precision through the kernels of `fused_attention`, anywhere else as
+causal attention over a few padded blocks of samples of similar length. A T x T mask is never built. Only
+`choose_kernels` picks.
 
 Shapes: T tokens of a row, S samples, B samples of a block, L longest of a block, H heads, D head size. In ScoreRule Q
 query heads share H key-value heads, and L queries see S keys.
@@ -42,10 +42,10 @@ AttentionName = Literal["auto", "varlen", "cudnn", "sdpa"]
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """What attention over packed rows runs on. Unfused is `sdpa`: torch's own attention over padded blocks.
+    """The kernels of attention over packed rows. Unfused is `sdpa`: torch's own attention over padded blocks.
 
     `one_block` pads all samples of a row to the longest: for models that run on padded rows, where every rank must make
-    as many forward passes as the others. `context` are the ranks that share a row; None where each has rows of its own.
+    as many forward passes as the others. `context` are the ranks that share a row; None if each has rows of its own.
     """
 
     fused: bool = False
@@ -55,10 +55,8 @@ class Kernels:
 
 
 def choose_kernels(wanted: AttentionName, device: torch.device, dtype: torch.dtype) -> Kernels:
-    """The kernels for a device and the dtype that attention runs in; "auto" takes the fastest there.
-
-    Raises ValueError for one that cannot run there.
-    """
+    """The kernels for a device and the dtype that attention runs in; "auto" takes the fastest there. Raises ValueError
+    for kernels that cannot run there."""
     fits = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
     if wanted == "sdpa" or (wanted == "auto" and not fits):
         return Kernels()
@@ -77,7 +75,7 @@ def choose_kernels(wanted: AttentionName, device: torch.device, dtype: torch.dty
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ScoreRule:
-    """How a layer turns its scores into weights, as its model asks for it; in training and in the engine's slots."""
+    """How a layer turns its scores into weights, as its model does; in training and in the engine's slots."""
 
     scale: float | None = None  # of the scores; None is 1 / sqrt(head size)
     window: int | None = None  # how many tokens back a query sees, itself counted; None is all of them
@@ -194,7 +192,7 @@ class PackedLayout:
 
 
 def _of_any_size(*tensors: torch.Tensor) -> None:
-    """Says to torch.compile that rows to come have these in other sizes, so that the first graph serves them, too."""
+    """Marks sizes for torch.compile that differ in later rows, so that the first graph serves them, too."""
     import torch._dynamo  # takes a second, which models that are not compiled on a GPU do without
 
     for tensor in tensors:
@@ -310,7 +308,7 @@ def _block_attention(
 
 
 def window_mask(length: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-    """(L, L) true where a token may see another within a sliding window; None where causality is all there is."""
+    """(L, L) true where a token may see another within a sliding window; None for plain causality."""
     if window is None or length <= window:
         return None
     place = torch.arange(length, device=device)
@@ -322,7 +320,7 @@ STRANGE_SCORES = ("indices", "block_indices", "position_bias")
 
 
 def refuse_strange_scores(arguments: Mapping[str, object]) -> None:
-    """Raises NotImplementedError for what a model passes to change its scores and this attention would drop."""
+    """Raises NotImplementedError for arguments that change a model's scores and that this attention would drop."""
     if strange := [name for name in STRANGE_SCORES if arguments.get(name) is not None]:
         raise NotImplementedError(
             f"this model's attention takes {strange[0]!r}, which attention over packed rows and slots does not have; "

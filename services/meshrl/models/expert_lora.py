@@ -46,7 +46,7 @@ class ExpertAdapter(AdapterHolder):
         return super().shapes(rank)
 
     def product(self, grouped: Callable[..., torch.Tensor], inputs: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-        """What the adapter adds for inputs (S, in), sorted by expert; (S, out)."""
+        """The adapter's addition for inputs (S, in), sorted by expert; (S, out)."""
         kept = F.dropout(inputs, self.dropout) if self.training and self.dropout else inputs
         low = grouped(kept, self.lora_A[self.own].to(inputs.dtype).transpose(1, 2), offs=offs)
         return grouped(low, self.lora_B[self.own].to(inputs.dtype).transpose(1, 2), offs=offs) * self.scale
@@ -74,8 +74,8 @@ def merge(
 def expert_parameters(model: nn.Module, targets: Sequence[str]) -> dict[str, tuple[Any, str]]:
     """The parameters of experts that the targets name by PEFT's rule, each as its module and its name there.
 
-    Raises ValueError for a target that names none, for only one of the two parameters of a layer's experts, and for
-    experts that are not computed by grouped products.
+    Raises ValueError for a target without any, for only one of the two parameters of a layer's experts, and for experts
+    that are not computed by grouped products.
     """
     holders: dict[str, tuple[Any, str]] = {
         f"{name}.{parameter}": (module, parameter)
@@ -140,7 +140,7 @@ def with_adapters(experts: Any, forward: Callable[..., torch.Tensor], *args: Any
 
 
 class _Adding(TorchFunctionMode):
-    """While experts run: adds what the adapters give to their grouped products, which come in the adapters' order."""
+    """While experts run: adds the adapters' output to their grouped products, which come in the adapters' order."""
 
     def __init__(self, adapters: list[ExpertAdapter]) -> None:
         super().__init__()

@@ -29,9 +29,9 @@ class Experts:
 
 
 def expert_layers(part: nn.Module, config: PreTrainedConfig) -> list[Experts]:
-    """The experts in a model of that configuration, or in a part of one, in order; empty where all of it is dense.
+    """The experts in a model of that configuration, or in a part of one, in order; empty for a dense one.
 
-    Raises ValueError where there are some and the configuration does not name how many a token goes through.
+    Raises ValueError if the configuration does not name how many a token goes through.
     """
     found: list[Experts] = []
     within: set[nn.Module] = set()
@@ -44,10 +44,8 @@ def expert_layers(part: nn.Module, config: PreTrainedConfig) -> list[Experts]:
 
 
 def active_parameters(model: PreTrainedModel, *, trainable_only: bool = False) -> int:
-    """Parameters that multiply each token: of experts the share that a token goes through, and no embedding.
-
-    An embedding that is the output head as well counts, as it multiplies each token there.
-    """
+    """Parameters that multiply each token: a token's share of the experts, and no embedding but one that is the output
+    head as well."""
     share = {
         parameter: experts.share
         for experts in expert_layers(model, model.config)

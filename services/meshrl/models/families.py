@@ -30,7 +30,7 @@ UNPACKED_TYPES: Mapping[str, str] = {
     "phimoe": "layers that do not tell attention their sliding window",
     "recurrent_gemma": "recurrent layers",
 }
-"""Model types that look as if packed attention could replace theirs, and what they have instead."""
+"""Model types that packed attention seems to fit, and the reason why it does not."""
 
 _NOT_CAUSAL = "its logits at a token depend on later tokens"
 _DRAFTS = "it drafts tokens for another model, of which it needs the hidden states"
@@ -66,7 +66,7 @@ _GROWING_POSITIONS = ("dynamic", "longrope")
 
 
 def refusal(config: PreTrainedConfig) -> str | None:
-    """Why a model of this configuration is neither trained nor served here; None when it is."""
+    """Why a model of this configuration is neither trained nor served here, or None."""
     for each in _configs(config):
         if (reason := REFUSED_TYPES.get(each.model_type)) is not None:
             return reason
@@ -78,15 +78,16 @@ def refusal(config: PreTrainedConfig) -> str | None:
 
 
 def attention_implementation(config: PreTrainedConfig) -> str | None:
-    """What to load a model with: "eager" where scores are capped, which SDPA drops; None: as transformers chooses."""
+    """The implementation to load a model with: "eager" for capped scores, which SDPA drops; None: as transformers
+    chooses."""
     capped = any(getattr(each, "attn_logit_softcapping", None) is not None for each in _configs(config))
     return "eager" if capped else None
 
 
 def unpacked_reason(model: PreTrainedModel, max_len: int | None = None) -> str | None:
-    """What keeps packed attention from computing what the model's own would; None when nothing does.
+    """Why packed attention would not compute the same as the model's own, or None.
 
-    With `max_len` it is asked for sequences of up to that many tokens, else for any that `positions_grow_beyond` lets.
+    With `max_len` for sequences of up to that many tokens, else for any that `positions_grow_beyond` lets.
     """
     config = model.config.get_text_config()
     strange = set(getattr(config, "layer_types", None) or ()) - PACKED_LAYERS
@@ -118,7 +119,7 @@ def positions_grow_beyond(config: PreTrainedConfig) -> int | None:
 
 
 def learned_positions(model: PreTrainedModel) -> int | None:
-    """The number of positions of a model that has an embedding of each; None where positions are computed."""
+    """The number of positions of a model that has an embedding of each; None if positions are computed."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     for name, module in model.named_modules():
         learned = isinstance(module, nn.Embedding) and ("pos" in name or "wpe" in name)
@@ -134,10 +135,10 @@ def needs_unfused(model: PreTrainedModel) -> bool:
 
 
 def prefix_reason(model: PreTrainedModel) -> str | None:
-    """What keeps samples of a packed row from sharing their beginning; None when nothing does.
+    """Why samples of a packed row cannot share their beginning, or None.
 
-    Asked of models that run packed. Attention to the sample and to the prefix are put together afterwards, so scores
-    must depend on queries and keys alone.
+    For models that run packed. Attention to the sample and to the prefix are merged afterwards, so scores must depend
+    on queries and keys alone.
     """
     config = model.config.get_text_config()
     layers = getattr(config, "layer_types", None)

@@ -1,8 +1,8 @@
 """Reads a published model: the files of a folder, or of a name on the Hugging Face hub, and the tensors in them.
 
-`WeightReader` is the one way from files to a model, whole or sharded. It holds the names and shapes of both against
-each other before it reads a value, converts by transformers' own rules (such as experts that are stored one by one and
-computed as one tensor), and gives the tensors one at a time.
+`WeightReader` is the one way from files to a model, whole or sharded. It compares the names and shapes of both before
+it reads a value, converts by transformers' own rules (such as experts that are stored one by one and computed as one
+tensor), and gives the tensors one at a time.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class ModelFolder:
 
     @cached_property
     def tensors(self) -> Mapping[str, Any]:
-        """By its name in the files, what gives a tensor, or a part, when it is indexed. Raises ModelError."""
+        """By its name in the files, an object that gives a tensor, or a part, when it is indexed. Raises ModelError."""
         found: dict[str, Any] = {}
         for path in self.weight_files():
             try:
@@ -128,9 +128,9 @@ class WeightReader:
     """The weights of a folder for one model. Making one reads names and shapes alone."""
 
     def __init__(self, folder: ModelFolder, model: PreTrainedModel) -> None:
-        """`model` may be without storage or sharded, and its adapters are left out.
+        """`model` may be without storage or sharded; its adapters are left out.
 
-        Raises ModelError, naming tensors, for weights that are missing, of another shape, quantised or told apart where
+        Raises ModelError, naming tensors, for weights that are missing, of another shape, quantised or different where
         the configuration ties them.
         """
         self._folder, self._model = folder, model
@@ -141,9 +141,9 @@ class WeightReader:
         self._check(unused)
 
     def read(self, part: Callable[[str], Part | None] = lambda name: ...) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each tensor of the model by its name, on the CPU: the part asked for, or nothing where that is None.
+        """Each tensor of the model by its name, on the CPU: the part asked for, or nothing if that is None.
 
-        The dtype may be the file's. Only the part of a tensor that needs no conversion is read. Raises ModelError.
+        The dtype may be the file's. Of a tensor that needs no conversion only the part is read. Raises ModelError.
         """
         done: dict[str, str] = {}
         for conversion in self._conversions:
@@ -262,7 +262,7 @@ class WeightReader:
             )  # fmt: skip
 
     def _check_tied(self) -> None:
-        """Refuses a tensor that the model shares with another while the files hold two that differ. transformers would
+        """Refuses a tensor that the model shares with another while the files hold two that differ: transformers would
         train two and engines serve one."""
         by_name = {conversion.target: conversion for conversion in self._conversions if conversion.converter is None}
         for alias, owner in self._same.items():
@@ -297,7 +297,7 @@ def as_in_files(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> 
 
 
 def _tied_names(model: nn.Module) -> dict[str, str]:
-    """By its name, each further name of a parameter that has several: the first, under which it is published."""
+    """Each further name of a parameter that has several, to the first, under which it is published."""
     first: dict[int, str] = {}
     return {
         name: owner

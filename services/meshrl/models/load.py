@@ -1,7 +1,7 @@
 """Loads the model and tokenizer that the trainer trains and the embedded engine serves; first thing both do.
 
-A model is always made without storage (`empty_model`), then filled by `fill_model`; between the two a trainer may put
-adapters on it and shard it, and each rank fills its own shards.
+A model is made without storage (`empty_model`), then filled by `fill_model`; in between a trainer may put adapters on
+it and shard it, and each rank fills its own shards.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ HUB_NAME = "hub name (no such folder here)"
 
 
 def resolve_device(name: str) -> torch.device:
-    """Turns "auto" into cuda where there is one, else cpu. Raises ModelError for a device that is not there."""
+    """Turns "auto" into cuda if present, else cpu. Raises ModelError for an absent device."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -57,7 +57,7 @@ def resolve_dtype(config: ModelConfig) -> torch.dtype:
     """The dtype a model computes and is published in.
 
     "auto" is float32 on a CPU, where bfloat16 is slow, and the checkpoint's own dtype elsewhere, but bfloat16 for a
-    float32 checkpoint. Trainer and engines go by this one rule, for an engine refuses versions of another dtype.
+    float32 checkpoint. Trainer and engines share this rule, for an engine refuses versions of another dtype.
     """
     if config.dtype != "auto":
         return DTYPES[config.dtype]
@@ -145,7 +145,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def embedding_rows(config: ModelConfig) -> int | None:
-    """The number of tokens that a model has, by its configuration; None where there is none to read."""
+    """The number of tokens of a model, by its configuration; None without one."""
     try:
         rows = getattr(model_shape(config).get_text_config(), "vocab_size", None)
     except ModelError:  # which whatever loads the model raises again

@@ -73,10 +73,9 @@ class PackedPolicy(nn.Module):
     """A causal LM as a function from packed rows to token logprobs.
 
     Any Hugging Face causal LM that `families` does not refuse works: one whose attention cannot be replaced runs on
-    padded rows of one sample each, which costs padding and gives the same numbers. `max_logits_bytes` bounds the
-    float32 logits there are at once; they are made a piece at a time, and again in the backward pass. `kernels` is what
-    rows must be laid out for. `prefix_reason` is the reason why samples of a row cannot share their beginning, None if
-    they can.
+    padded rows of one sample each, with the same numbers. `max_logits_bytes` bounds the float32 logits at once; they
+    are made a piece at a time, and again in the backward pass. Rows must be laid out for `kernels`. `prefix_reason` is
+    why samples of a row cannot share their beginning, None if they can.
     """
 
     def __init__(
@@ -94,12 +93,11 @@ class PackedPolicy(nn.Module):
         tensor: TensorShare | None = None,
         wide_routers: bool = False,
     ) -> None:
-        """`autocast` is off where the parameters themselves come in compute_dtype; `device` where the model is meta.
+        """`autocast` is off if the parameters themselves come in compute_dtype; `device` for a model on meta.
 
-        `one_pass`: each row takes one forward pass of the model, whatever its samples, since other ranks wait in it;
-        padded rows then are as long as the longest sample. `context`: the ranks that share each row. `tensor`: those
-        that share its products. Raises ValueError for a model that cannot be trained and for an attention that cannot
-        run here.
+        `one_pass`: each row takes one forward pass of the model, since other ranks wait in it; padded rows are then as
+        long as the longest sample. `context`: the ranks that share each row. `tensor`: those that share its products.
+        Raises ValueError for a model that cannot be trained and for an attention that cannot run here.
         """
         super().__init__()
         if (reason := UNTRAINABLE_TYPES.get(model.config.get_text_config().model_type)) is not None:
@@ -297,9 +295,9 @@ def head_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Logprobs of the targets, (N,) or (N, J), and entropies (N,) in nats, float32; entropies carry no gradient.
 
-    `max_logits_bytes` bounds the logits that are there at once, and with `slopes` also what is kept of them for the
-    backward pass; `compiled` fuses the passes over them. With a `share` the vocabulary is divided: weight and bias are
-    this rank's rows of it, and all else is the same on each.
+    `max_logits_bytes` bounds the logits at once, and with `slopes` also those kept for the backward pass; `compiled`
+    fuses the passes over them. With a `share` the vocabulary is divided: weight and bias are this rank's rows of it,
+    and all else is the same on each.
     """
     slopes = slopes and torch.is_grad_enabled() and targets_N.ndim == 1 and share is None
     logprobs_N, entropy_N = _HeadLogprobs.apply(  # type: ignore[no-untyped-call]  # torch's way to call a Function
@@ -452,7 +450,7 @@ def _score(
 def _of_whole_vocabulary(
     logprobs_N: torch.Tensor, entropy_N: torch.Tensor, lse_N: torch.Tensor, inside_N: torch.Tensor, share: TensorShare
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What `_score` gives of a whole vocabulary, of what it gave each rank of its part of it."""
+    """The result of `_score` for the whole vocabulary, from those of each rank's part."""
     of_each = (-1, *[1] * (logprobs_N.ndim - 1))
     chosen_NJ = torch.where(inside_N, logprobs_N + lse_N.view(of_each), 0.0).view(len(lse_N), -1)
     parts_RN3 = share.stacked(torch.cat([lse_N[:, None], (lse_N - entropy_N)[:, None], chosen_NJ], dim=1))
@@ -483,5 +481,5 @@ def _slope(
 
 
 def _compiled(function: Callable[Inputs, Result]) -> Callable[Inputs, Result]:
-    """torch keeps what it compiled by the function's code, so that this is cheap after the first time."""
+    """torch keeps compiled code by the function's code, so that this is cheap after the first time."""
     return torch.compile(function, dynamic=True)

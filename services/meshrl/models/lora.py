@@ -53,7 +53,7 @@ class LoraLinear(nn.Linear, AdapterHolder):
     def adapted(
         self, output: torch.Tensor, inputs: torch.Tensor, low: torch.Tensor, high: torch.Tensor
     ) -> torch.Tensor:
-        """The base's output with that of the adapter, of which A `low` and B `high`, or parts of them, are given."""
+        """The base's output plus the adapter's, by its matrices A `low` and B `high`, or parts of them."""
         kept = F.dropout(inputs, self.dropout) if self.training and self.dropout else inputs
         reduced = F.linear(kept, low.to(inputs.dtype))
         return torch.add(output, F.linear(reduced, high.to(reduced.dtype)), alpha=self.scale)
@@ -62,7 +62,7 @@ class LoraLinear(nn.Linear, AdapterHolder):
         return f"{super().extra_repr()}, rank={self.rank}, alpha={self.alpha}, dropout={self.dropout}"
 
     def merged(self) -> torch.Tensor:
-        """W + (alpha / rank) B A in float32; where W is sharded so is this, each rank making its own part."""
+        """W + (alpha / rank) B A in float32, sharded as W is, each rank making its own part."""
         low, high = self.lora_A.detach(), self.lora_B.detach()
 
         def part(own: torch.Tensor, rows: slice, columns: slice) -> torch.Tensor:
@@ -82,10 +82,10 @@ def prepare_lora(
 
     A target names every linear layer whose name is it or ends in "." and it, as PEFT reads it. Without any, each linear
     layer of the text model's blocks is one, but for gates, which choose experts; these are prepared in any case.
-    `target_parameters` name parameters of experts in the same way, and without any these stay as they are.
-    `modules_to_save` name modules, which stay trainable, in float32. Works on the meta device and must come before
-    sharding. Raises ValueError, with the model as it was, when a target names nothing or what shares its weight with
-    another module, or when there is no layer to adapt.
+    `target_parameters` name parameters of experts in the same way, by default none. `modules_to_save` name modules,
+    which stay trainable, in float32. Works on the meta device and must come before sharding. Raises ValueError, with
+    the model unchanged, when a target names nothing or a weight shared with another module, or when there is no layer
+    to adapt.
     """
     chosen = _chosen_layers(model, target_modules)
     _refuse_tied(model, chosen)
@@ -115,7 +115,7 @@ def make_set(
     target_parameters: Sequence[str] = (),
     device: torch.device | None = None,
 ) -> AdapterSet:
-    """A set of adapters, of zeros, over the layers that the targets name, of those that the model was prepared with.
+    """A set of adapters, of zeros, over the prepared layers that the targets name.
 
     `device` None is that of the model. Raises ValueError for a target that names none of them.
     """
@@ -277,8 +277,8 @@ def reset_lora(model: nn.Module, seed: int) -> None:
 
 @torch.no_grad()
 def adapter_state(model: nn.Module, *, keep: bool = True) -> dict[str, torch.Tensor]:
-    """The matrices of the mounted set, float32 copies on the CPU, as `<layer>.lora_A` and `<layer>.lora_B`; and what
-    is trained whole, under its own names.
+    """The matrices of the mounted set, float32 copies on the CPU, as `<layer>.lora_A` and `<layer>.lora_B`; and modules
+    trained whole, under their own names.
 
     Only a rank that asks to `keep` the state gets it, the others get an empty one. Every rank calls it.
     """
@@ -295,7 +295,7 @@ def adapter_state(model: nn.Module, *, keep: bool = True) -> dict[str, torch.Ten
 
 
 def adapter_config(model: nn.Module, base_name: str) -> dict[str, object]:
-    """What PEFT keeps in adapter_config.json, for the adapters of this model over the model named `base_name`."""
+    """PEFT's adapter_config.json for the adapters of this model over the model named `base_name`."""
     adapted = adapted_layers(model)
     plain = {
         name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, nn.Linear) and name not in adapted

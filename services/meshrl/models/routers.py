@@ -1,11 +1,11 @@
-"""The routers of a mixture of experts as they choose: watched, and made to choose what an engine chose.
+"""The routers of a mixture of experts as they choose: watched, and made to repeat an engine's choice.
 
 With router replay (R3, arXiv 2510.11370) a token goes through the experts that it went through when it was sampled. The
 choice alone is replayed: a router computes its scores again and gets its gradient through them.
 
 One way for all families: a router calls `torch.topk` on scores of two dimensions, as wide as there are experts, and the
-call is answered with the given experts and their scores. Routers are numbered in the model's order, layers without
-experts left out. Shapes: N tokens of a forward pass, L routers, E experts of a layer, k of them for each token.
+call is answered with the given experts and their scores. Routers are numbered in the model's order, without layers
+without experts. Shapes: N tokens of a forward pass, L routers, E experts of a layer, k of them for each token.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from meshrl.models.experts import Experts, expert_layers
 from meshrl.wire.types import RoutedShape
 
 UNKNOWN = -1
-"""In place of an expert: nothing is known of this choice, so the router makes its own."""
+"""In place of an expert: an unknown choice, so the router makes its own."""
 
 NARROW = ("dbrx", "llama4_text")
 """Families whose experts take no scores of another type than their inputs."""
@@ -78,7 +78,7 @@ class Routers:
 
     @contextmanager
     def replaying(self, routes_NLK: torch.Tensor | None) -> Iterator[None]:
-        """Inside, routers choose these experts, and their own where that is UNKNOWN or there are no routes."""
+        """Inside, routers choose these experts, and their own for UNKNOWN or without routes."""
         before, self._given = self._given, routes_NLK
         try:
             yield
@@ -86,7 +86,7 @@ class Routers:
             self._given = before
 
     def as_now(self, function: Callable[Inputs, Result]) -> Callable[Inputs, Result]:
-        """The function with the routes of this moment, whenever it runs: for blocks that are computed again."""
+        """The function with the routes of this moment at each run: for blocks that are computed again."""
         routes = self._given
         if routes is None:
             return function
@@ -175,7 +175,7 @@ class _Choosing(TorchFunctionMode):
 
 
 def _wide_linear(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """A linear layer in float32 of what it would multiply."""
+    """A linear layer whose products are summed in float32."""
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     with torch.autocast(device, enabled=False):
@@ -184,10 +184,8 @@ def _wide_linear(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
 
 
 def _router_modules(layers: Sequence[Experts], parents: Mapping[nn.Module, nn.Module]) -> list[tuple[nn.Module, int]]:
-    """The modules that choose experts, in order, each with the number of experts that it chooses among.
-
-    That is the router's own module where it has one beside the experts, or the module that holds both.
-    """
+    """The modules that choose experts, in order, each with the number of experts that it chooses among: the router's
+    own module, or the module that holds router and experts."""
     found: list[tuple[nn.Module, int]] = []
     for layer in layers:
         parent = parents[layer.module]

@@ -22,7 +22,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def gather_whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a tensor, on the mesh's device where it is sharded; collective there, else the tensor itself."""
+    """The whole of a tensor, collective and on the mesh's device if it is sharded; else the tensor itself."""
     if not isinstance(tensor, DTensor):
         return tensor
     whole: torch.Tensor = tensor.to(tensor.device_mesh.device_type)
@@ -35,7 +35,7 @@ def gather_whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def own_part(tensor: torch.Tensor) -> Part | None:
-    """The part of the whole that this rank has of a tensor: all of it where it is not sharded; None for no element."""
+    """This rank's part of the whole tensor: all of it if it is not sharded; None for no element."""
     if not isinstance(tensor, DTensor):
         return ...
     sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -43,7 +43,7 @@ def own_part(tensor: torch.Tensor) -> Part | None:
 
 
 def fill_part(tensor: torch.Tensor, part: torch.Tensor) -> None:
-    """Copies what `own_part` names of a whole into a tensor, in its dtype and on its device."""
+    """Copies the part that `own_part` names of a whole into a tensor, in its dtype and on its device."""
     own = local(tensor)
     own.copy_(part.to(own.device))  # first, since the device converts faster
 
@@ -51,7 +51,7 @@ def fill_part(tensor: torch.Tensor, part: torch.Tensor) -> None:
 def by_parts(tensor: torch.Tensor, make: Callable[..., torch.Tensor], *, device: torch.device) -> torch.Tensor:
     """A tensor of the shape and sharding of another: `make` gets this rank's part of it, on `device`, and its slices.
 
-    Nothing is exchanged; `device` is that of the mesh, where shards that wait on the host are computed.
+    Nothing is exchanged; `device` is that of the mesh, on which shards that wait on the host are computed.
     """
     if not isinstance(tensor, DTensor):
         return make(tensor, *(slice(None) for _ in tensor.shape))

@@ -1,22 +1,21 @@
-"""Ranks that share the rows of a model or its matrix products: what they exchange; used by its attention and layers.
+"""Ranks that share the rows of a model or its matrix products: their exchanges; used by its attention and layers.
 
 Context parallelism: every rank runs the model on its part of a row's tokens, and attention shares its heads among them
 (Ulysses, arXiv 2309.14509). Before attention the ranks exchange queries, keys and values, after which each has all
-tokens of some heads, and runs the kernels that a rank alone would run; a second exchange brings the output back to the
-tokens. So windows, sinks, samples and shared prefixes need nothing of their own, and no rank waits for one with more
-work. The loss sees the logprobs of the whole row, on each of these ranks alike.
+tokens of some heads, and runs the kernels of a rank alone; a second exchange brings the output back to the tokens. So
+windows, sinks, samples and shared prefixes need nothing of their own, and no rank waits for one with more work. The
+loss sees the logprobs of the whole row, on each of these ranks alike.
 
 Tensor parallelism: ranks have the same rows. A layer divided by its columns (its outputs) gives each rank some features
 of the tokens, and one divided by its rows (its inputs) takes them up: the ranks' products are summed, after which all
 have the same values again. The gradient of the first layer's input is summed likewise. Everything outside such pairs is
 computed by every rank alike.
 
-An exchange and a sum are one operator each, which torch.compile does not look into: what is compiled keeps the
-collectives in the order of the program, the same on every rank. Registering them with torch is what importing this
-module does.
+An exchange and a sum are one operator each, opaque to torch.compile: compiled code keeps the collectives in the order
+of the program, the same on every rank. Importing this module registers them with torch.
 
-Shapes: C ranks that share a row of T tokens, t = T / C tokens of a rank, H heads of all ranks, h of one, D head size,
-F features that one rank sends another for a token, N predicted tokens of the row, M of a rank, E hidden size.
+Shapes: C ranks that share a row of T tokens, t = T / C tokens of a rank, H heads of all ranks, h of one, D head size, F
+features that one rank sends another for a token, N predicted tokens of the row, M of a rank, E hidden size.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class ContextShare(_Share):
     """This rank among those that share its rows, in the order of their tokens."""
 
     def missing(self, tokens: int) -> int:
-        """How many tokens of padding make the ranks' parts of a row alike."""
+        """Tokens of padding that make the ranks' parts of a row equal."""
         return -tokens % (self.size * TOKENS_STEP)
 
     def real(self, tokens: int) -> int:
@@ -93,7 +92,7 @@ class ContextShare(_Share):
     def whole(self, own_M: torch.Tensor, place_M: torch.Tensor, count: int) -> torch.Tensor:
         """Values of the ranks, each at its places, as one tensor of `count` on every rank; (M, ...) become (N, ...).
 
-        The gradient of a rank's values is that of their places: every rank makes the same loss of the whole.
+        A rank's gradient is that of its places: every rank makes the same loss of the whole.
         """
         whole_N: torch.Tensor = _Whole.apply(own_M, place_M, count, self.group)  # type: ignore[no-untyped-call]  # torch's
         return whole_N
@@ -103,7 +102,7 @@ class TensorShare(_Share):
     """This rank among those that share its products."""
 
     def copied(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor, which every rank has, for a use of it that differs by rank: their gradients are summed."""
+        """The tensor, which every rank has, for a use that differs by rank: their gradients are summed."""
         copy: torch.Tensor = _Copied.apply(tensor, self.group)  # type: ignore[no-untyped-call]  # torch's
         return copy
 
@@ -113,7 +112,7 @@ class TensorShare(_Share):
         return total
 
     def alike(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor, which every rank has and uses alike: the sum of the ranks' gradients is that of one of them."""
+        """The tensor, which every rank has and uses alike, with the gradient of one of them."""
         same: torch.Tensor = _Alike.apply(tensor, self.size)  # type: ignore[no-untyped-call]  # torch's
         return same
 

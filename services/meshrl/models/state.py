@@ -19,7 +19,8 @@ from meshrl.models.lora import adapted_weights, is_adapter
 from meshrl.models.sharded import gather_whole, local
 
 FLOAT32_ROUTERS = frozenset({"glm4_moe", "hy_v3", "minimax_m2"})
-"""Model types whose routers vLLM keeps in float32, and transformers in that of the model though it computes so."""
+"""Model types whose routers vLLM keeps in float32, and transformers in the model's type, although it computes in
+float32."""
 
 ROUTER_BIASES = frozenset({"e_score_correction_bias", "expert_bias", "balancing_biases"})
 
@@ -27,10 +28,10 @@ ROUTER_BIASES = frozenset({"e_score_correction_bias", "expert_bias", "balancing_
 def hf_state(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers in Hugging Face names, sorted by name.
 
-    A tied tensor appears once, under the first of its names. Tensors share memory with the model unless `dtype`
-    asks for another floating-point type; the caller clones what must outlive the next optimizer step. Some tensors are
-    float32 whatever is asked for (`keep_float32`). LoRA adapters are merged into their weights in float32, which is
-    collective where those are sharded.
+    A tied tensor appears once, under its first name. Tensors share memory with the model unless `dtype` asks for
+    another floating-point type; the caller clones what must outlive the next optimizer step. Some tensors are always
+    float32 (`keep_float32`). LoRA adapters are merged into their weights in float32, which is collective if those are
+    sharded.
     """
     return dict(_tensors(model, dtype))
 
@@ -61,7 +62,7 @@ def keep_float32(model: nn.Module) -> None:
 def stays_float32(model: nn.Module, name: str) -> bool:
     """Whether a tensor is float32 in a model of any dtype.
 
-    Choices among experts turn on differences that bfloat16 rounds away. Other patterns are those of transformers.
+    Choices among experts depend on differences that bfloat16 rounds away. Other patterns are those of transformers.
     """
     patterns = list(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     if getattr(getattr(model, "config", None), "model_type", None) in FLOAT32_ROUTERS:
@@ -81,8 +82,8 @@ def _wanted(model: nn.Module, name: str, tensor: torch.Tensor, dtype: torch.dtyp
 def gather_state(model: nn.Module, dtype: torch.dtype | None = None, *, keep: bool = True) -> dict[str, torch.Tensor]:
     """A copy of `hf_state` on the CPU, contiguous, that later optimizer steps do not touch; of a sharded model too.
 
-    Every rank calls it, and it works one parameter after another. Shards are cast to `dtype` first, so that no more
-    than that moves. Only a rank that asks to `keep` the state gets it; the others get an empty one.
+    Every rank calls it, and it works one parameter after another. Shards are cast to `dtype` before they move. Only a
+    rank that asks to `keep` the state gets it; the others get an empty one.
     """
     gathered: dict[str, torch.Tensor] = {}
     for name, tensor in _tensors(model, dtype):
@@ -129,8 +130,8 @@ def own_rows(
 ) -> dict[str, torch.Tensor]:
     """A sender's rows of each tensor that is `in_rows`, and the whole of each other one; collective.
 
-    Rows that this rank holds share memory with the model and have its types, to be cast as they are copied. Where ranks
-    divide a tensor otherwise it is gathered, and its rows come cast, as merged ones do.
+    Rows that this rank holds share memory with the model and have its types, to be cast as they are copied. A tensor
+    that ranks divide otherwise is gathered, and its rows come cast, as merged ones do.
     """
     adapted = adapted_weights(model)
     rows: dict[str, torch.Tensor] = {}
@@ -152,7 +153,7 @@ def _leaves_in_rows(tensor: torch.Tensor, wanted: torch.dtype) -> bool:
 
 
 def _has_rows(tensor: torch.Tensor, num_senders: int) -> bool:
-    """Whether each sender's rows are what its rank has: divided once, or by experts first, and then by FSDP."""
+    """Whether each sender's rows are its rank's part: divided once, or by experts first, and then by FSDP."""
     divisions = _divisions(tensor)
     if any(placement.dim for placement, _ in divisions) or math.prod(size for _, size in divisions) != num_senders:
         return False

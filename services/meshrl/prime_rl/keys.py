@@ -1,8 +1,8 @@
 """The keys of prime-rl's releases that are spelt otherwise here, or that are missed: one table for all programs.
 
 Paths are those of `rl`; `*` is any place in a list or any name. A program that runs alone reads the rows of its own
-section. A key without a row is unknown, and the loader suggests the nearest one: a row that explains an absence is for
-keys that many files have, or whose nearest key means another thing. docs/prime-rl-keys.md lists the table.
+section. A key without a row is unknown, and the loader suggests the nearest one; a row that explains an absence is for
+keys of many files, or whose nearest key means another thing. docs/prime-rl-keys.md lists the table.
 """
 
 from __future__ import annotations
@@ -307,4 +307,4 @@ _ALONE = (
 )
 
 KEYS: tuple[ForeignKey, ...] = (*_ALONE, *_RUN, *_ORCHESTRATOR, *_TRAINER, *_MODELS, *_INFERENCE)
-"""All of it, in the order in which a layer of configuration is read: the first row that fits a key is the one."""
+"""All rows; the first that fits a key counts."""

@@ -1,7 +1,7 @@
 """Gives keys of a layer that are spelt as in prime-rl their names here, by the table in `keys`; no I/O.
 
 Readers of a layer (a file, the command line, PRIME_ variables) keep keys as they were written; here they move to their
-place. Notes name the keys that were taken, problems those that have no successor.
+place. Notes name the moved keys, problems those without a successor.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class PrimeRLKeys(Spellings):
 
 
 def _moved(layer: Layer, own: Layer, path: Path, row: _Row) -> Iterator[str]:
-    """Gives a value its place here; yields a problem where the layer sets another value there itself."""
+    """Gives a value its place here; yields a problem if the layer itself sets another value there."""
     value, origin = own.given[path]
     name = _plain(path)
     new = row.renamed(name)

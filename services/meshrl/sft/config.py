@@ -19,7 +19,7 @@ from meshrl.training.parallel.deployment import DeploymentConfig
 
 
 class LossMaskConfig(BaseConfig):
-    """Whose messages are learned. In prompt/completion data only those of the completion."""
+    """Whose messages are learned; in prompt/completion data only those of the completion."""
 
     system: bool = False
     """Learn system messages."""
@@ -78,8 +78,7 @@ class SFTDeploymentConfig(DeploymentConfig):
     one process."""
 
     nodes_per_fsdp_group: int | None = Field(default=None, ge=1)
-    """multi_node: nodes that hold one copy of the model between them; sets model.dp_replicate. None leaves that key as
-    it is."""
+    """multi_node: nodes that hold one copy of the model; sets model.dp_replicate. None leaves that key as it is."""
 
     @property
     def nodes(self) -> int:
@@ -122,8 +121,8 @@ class SFTConfig(TrainingConfig):
 
     renderer: dict[str, Any] = Field(default={})
     """Renderer of conversations in place of the chat template: {name = "qwen3"} or any other name of the renderers
-    package, with its options; "auto" takes the one made for model.name. It knows which tokens the model samples, so it
-    needs no template that renders each message the same wherever it stands. Empty: the chat template."""
+    package, with its options; "auto" takes the one made for model.name. It knows which tokens the model samples, so
+    messages need not render the same in every place. Empty: the chat template."""
 
     loss_mask: LossMaskConfig = LossMaskConfig()
     """Whose messages are learned. A message with weight, loss_mask, trainable or train (0 or 1) decides for itself."""

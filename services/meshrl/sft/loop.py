@@ -54,8 +54,7 @@ class SFTLoop:
         """Returns the folder of the final weights. Every rank runs the same loop, which ends early once any rank has a
         signal in `signals`.
 
-        Raises StepError, and DataError for data that cannot be used; where that shows only after some steps, the
-        weights of the last one are saved first.
+        Raises StepError, and DataError for data that cannot be used, after saving the weights of the last step, if any.
         """
         begun = self._run.step_done
         unusable: DataError | None = None

@@ -1,4 +1,4 @@
-"""The `sft` program: one rank of a training group, the agent that starts its ranks, or what submits it as a job."""
+"""The `sft` program: one rank of a training group, the agent that starts its ranks, or the submission of its job."""
 
 from __future__ import annotations
 

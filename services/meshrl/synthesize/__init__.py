@@ -1,1 +1,1 @@
-"""The `synthesize` program: makes conversations to fine-tune on from what a model does in environments."""
+"""The `synthesize` program: makes conversations to fine-tune on from a model's rollouts."""

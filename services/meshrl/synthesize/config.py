@@ -14,9 +14,9 @@ from meshrl.trials.config import TrialsConfig
 class SynthesisConfig(TrialsConfig):
     """Has a model play environments, and writes the conversations as a dataset that `sft` trains on.
 
-    The model is behind client.base_url: an engine that `inference` started, or any server of /v1/chat/completions. Or
-    it is served by an engine that this command starts (--inference). The same command plays only what is missing; with
-    more tasks, or another output_dir and the same dataset, it appends.
+    The model is behind client.base_url, an engine that `inference` started or any server of /v1/chat/completions, or at
+    an engine that this command starts (--inference). The same command plays only missing rollouts; with more tasks, or
+    another output_dir and the same dataset, it appends.
     """
 
     everyday_keys: ClassVar[Mapping[str, Sequence[str]]] = {
@@ -42,11 +42,11 @@ class SynthesisConfig(TrialsConfig):
     <think> and </think>; None leaves it out."""
 
     dataset: Path | None = None
-    """JSON-lines file that the conversations are appended to, with a parquet file of the same rows beside it; None is
+    """JSON-lines file to append the conversations to, with a parquet file of the same rows beside it; None is
     dataset.jsonl in output_dir."""
 
     output_dir: Path = Path("outputs/synthesize")
-    """Folder for the dataset, every rollout and logs. One that holds results of the same settings is gone on with."""
+    """Folder for the dataset, every rollout and logs. One with results of the same settings is continued."""
 
     @property
     def dataset_path(self) -> Path:

@@ -57,7 +57,7 @@ class ConversationDataset:
         self._open.close()
 
     def take(self, rows: Iterable[JsonObject]) -> None:
-        """Appends what is to be kept of these rollouts and not there yet. Raises OSError."""
+        """Appends those of these rollouts that are to be kept and new. Raises OSError."""
         for row in rows:
             if (why := self._why_dropped(row)) is not None:
                 self.dropped[why] += 1

@@ -60,14 +60,14 @@ class TrialsConfig(BaseConfig):
     """Plays tasks of environments with a fixed model and keeps every rollout; resumable by the same command."""
 
     model: ModelConfig = ModelConfig()
-    """The model: for an API the name it is known by there; else its folder or its name on the Hugging Face hub, whose
-    tokenizer renders the prompts."""
+    """The model: for an API its name there; else its folder or its name on the Hugging Face hub, whose tokenizer
+    renders the prompts."""
 
     environment_ids: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
-    """Tasksets to play, all at once, beside those of env; for those that need no settings of their own."""
+    """Tasksets to play without settings of their own, beside those of env."""
 
     env: list[TrialEnvConfig] = Field(default_factory=list)
-    """Environments to play, all at once, with settings of their own."""
+    """Environments to play with settings of their own."""
 
     num_examples: int = Field(default=-1, ge=-1)
     """Tasks per environment, from the first on; -1 takes all."""
@@ -79,12 +79,11 @@ class TrialsConfig(BaseConfig):
     """Sampling; an unset value takes the environment's default."""
 
     seed: int = 0
-    """Seed of sampling, as in the evaluations of a run: the rollouts of a task have the same seeds for every model, so
-    that scores differ by the model alone."""
+    """Seed of sampling, as in the evaluations of a run: a task's rollouts have the same seeds for every model."""
 
     client: ClientConfig = ClientConfig()
-    """The servers to sample from. If client.api is not set, they are asked for their kind: a meshrl engine is sampled
-    token by token, any other server through /v1/chat/completions."""
+    """The servers to sample from. Without client.api they are asked for their kind: a meshrl engine is sampled token by
+    token, any other server through /v1/chat/completions."""
 
     inference: InferenceConfig | None = None
     """The engine to start, and to end afterwards; None starts none, and the servers of client.base_url run already."""
@@ -93,7 +92,7 @@ class TrialsConfig(BaseConfig):
     """Most rollouts at once. auto is the capacity that the servers report, and 256 if they report none."""
 
     attempts: int = Field(default=3, ge=1)
-    """How often a rollout is tried before it counts as failed. Only failures that may pass are tried again."""
+    """How often a rollout is tried before it counts as failed, if its failure may pass."""
 
     seq_len: int | None = Field(default=None, ge=2)
     """Longest sequence in tokens. None takes the engine's limit."""
@@ -117,7 +116,7 @@ class TrialsConfig(BaseConfig):
     """Longest waits for other programs."""
 
     output_dir: Path = Path("outputs")
-    """Folder for results and logs. One that holds results of the same settings is gone on with."""
+    """Folder for results and logs. One with results of the same settings is continued."""
 
     readable_by: ReadableBy = "owner"
     """Who may read what this program writes: its own user alone, also the group of the files, or everyone on the
@@ -170,8 +169,7 @@ class TrialsConfig(BaseConfig):
         return tuple(url.rstrip("/").removesuffix("/v1") for url in self.client.base_url)
 
     def engine_config(self, free_port: Callable[[str], int]) -> InferenceConfig | None:
-        """The engine to start, with what it leaves out taken from here; None starts none. `free_port` gives a port of
-        a host."""
+        """The engine to start, completed from these keys; None starts none. `free_port` gives a port of a host."""
         given = self.inference
         if given is None:
             return None

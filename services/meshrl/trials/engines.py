@@ -25,7 +25,7 @@ LOOK_S = 0.5
 LOOK_DEADLINE_S = 5.0
 ADAPTER = "adapter_config.json"
 OURS = "logprobs_mode"
-"""What GET /version of an engine of ours says and that of other servers does not."""
+"""A field that GET /version of our engines has, and that of other servers has not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +37,8 @@ class ServerFacts:
 
 
 class PolicyEndpoints:
-    """The servers of one command, asked over `http`. `urls` are without a trailing /v1. `started` means that they are
-    started by this command, and with the base `model`. `seq_len` is the longest sequence in tokens; None takes the
-    engines' limit."""
+    """The servers of one command, asked over `http`. `urls` are without a trailing /v1. `started`: this command starts
+    them, with the base `model`. `seq_len` is the longest sequence in tokens; None takes the engines' limit."""
 
     def __init__(
         self,
@@ -61,7 +60,7 @@ class PolicyEndpoints:
         self._http = http
         self._serves_base = started
         self.version: int | None = None
-        """The version that was loaded here last; None while none was, and any may answer."""
+        """The version loaded last; None before, when any may answer."""
 
     async def wait_until_ready(self) -> ServerFacts:
         """Waits until every server answers; returns what they are. Raises RunError for one that does not answer."""
@@ -106,7 +105,7 @@ class PolicyEndpoints:
         logger.info("{} is loaded", what)
 
     async def _version_of(self, url: str, until_s: float) -> dict[str, object]:
-        """The answer of GET /version, empty from a server that has no such route or says something else."""
+        """The answer of GET /version, empty from a server without that route."""
         while True:
             try:
                 status, answer = await ask(self._http, "GET", url + "/version", deadline_s=LOOK_DEADLINE_S)

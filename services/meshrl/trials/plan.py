@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from meshrl.sampling.groups import rollout_seed
 
 TrialKey = tuple[str, str, int, int]
-"""Checkpoint, environment, task, number of the rollout among those of its task: what names a trial for good."""
+"""Checkpoint, environment, task and number among the task's rollouts: names a trial for good."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +36,8 @@ class TaskSpan:
 
 
 def plan_trials(spans: Sequence[TaskSpan], *, seed: int, checkpoint: str, done: Collection[TrialKey]) -> list[Trial]:
-    """The trials of one checkpoint that are not done, with the environments evenly mixed from first to last. A rollout
-    has the seed that it has in an evaluation during a run of this seed."""
+    """The trials of one checkpoint that are not done, with the environments evenly mixed. A rollout has the seed that
+    it has in an evaluation during a run of this seed."""
     placed: list[tuple[float, Trial]] = []
     for span in spans:
         for place in range(span.rollouts):
@@ -49,7 +49,7 @@ def plan_trials(spans: Sequence[TaskSpan], *, seed: int, checkpoint: str, done: 
 
 
 def differing_settings(kept: Mapping[str, object], now: Mapping[str, object], prefix: str = "") -> list[str]:
-    """The settings that are not as they were, as `key was X and is Y`; a table that only grew is as it was."""
+    """The settings that differ, as `key was X and is Y`; a table that only grew does not."""
     problems: list[str] = []
     for key, was in kept.items():
         name, new = f"{prefix}{key}", now.get(key)

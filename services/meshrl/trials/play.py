@@ -1,8 +1,4 @@
-"""Plays trials at the rollout service, as many at once as it takes, and hands each over as it ends.
-
-Its input are the trials that are not done, its output goes to the file of results. It waits for a running trial to end
-when as many run as may.
-"""
+"""Plays trials at the rollout service, as many at once as it takes, and hands each over as it ends."""
 
 from __future__ import annotations
 
@@ -24,7 +20,7 @@ from meshrl.trials.results import FAILURES, TrialResults, why_failed
 from meshrl.wire.types import Sampling
 
 MOST_FAILURES_IN_A_ROW = 64
-"""So many failures without a rollout between them are one cause, which the rest would meet as well."""
+"""So many failures in a row have one cause, which the rest would meet as well."""
 UNKNOWN_LIMIT = 256
 
 OnEnd = Callable[[Trial, RolloutGroup], None]
@@ -54,9 +50,9 @@ class TrialRun:
         return plan_trials(self.spans, seed=self.seed, checkpoint=checkpoint, done=self.results.done)
 
     async def play(self, checkpoint: str, version: int | None, on_end: OnEnd) -> None:
-        """Plays the trials of one checkpoint that are not done; `on_end` gets each with what came of it, from this
-        event loop. `version` is what must have sampled every token; None takes any. Raises RunError when nothing works
-        any more, and whatever `on_end` raises; what ran then is cancelled."""
+        """Plays the trials of one checkpoint that are not done; `on_end` gets each with its outcome, from this event
+        loop. `version` must have sampled every token; None takes any. Raises RunError when nothing works any more, and
+        errors of `on_end`; running trials are then cancelled."""
         trials = self._missing(checkpoint)
         missing = Counter(trial.environment for trial in trials)
         before = {span.environment: span.rollouts - missing[span.environment] for span in self.spans}

@@ -1,6 +1,6 @@
-"""Starts what plays trials (an engine where one is asked for, the rollout service), runs the work, stops them again.
+"""Starts the engine, if configured, and the rollout service, runs the work, stops them again.
 
-The work is that of `eval` or `synthesize`. A signal ends it in order; the same command then continues where it ended.
+The work is that of `eval` or `synthesize`. A signal ends it in order; the same command then continues.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ async def serve_trials(
     *,
     conversations: bool = False,
 ) -> int:
-    """Opens `results`, brings up what plays, does the work; returns the exit code, 1 also for one that was stopped.
-    `conversations` asks for the messages of every rollout. Raises ConfigError."""
+    """Opens `results`, starts the players, does the work; returns the exit code, 1 also after a stop. `conversations`
+    asks for the messages of every rollout. Raises ConfigError."""
     with results, FreePorts() as ports:
         engine = config.engine_config(ports)
         urls = config.engine_urls if engine is None else (f"{scheme()}://{engine.server.address}",)

@@ -1,4 +1,4 @@
-"""What a command leaves in its folder: every rollout, every failure, and the settings that they were made with."""
+"""The files of a command's folder: every rollout, every failure, and their settings."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from meshrl.wire.values import JsonObject
 
 RESULTS, FAILURES, SETTINGS = "results.jsonl", "failures.jsonl", "settings.json"
 LONG_FIELDS = ("completion", "conversations")
-"""What a row holds for readers of the file and no score is made of; it is not kept in memory."""
+"""Fields of a row for readers of the file alone; they are not kept in memory."""
 
 
 class TrialResults:
-    """The results of one command in `folder`, with those of earlier processes of it. A context manager. `settings` is
-    what makes results comparable: a folder with others is refused. `clean` deletes what is there, and the files of the
-    folder that `derived` names."""
+    """The results of one command in `folder`, with those of its earlier processes. A context manager. `settings` make
+    results comparable: a folder with others is refused. `clean` deletes earlier results, and the files of the folder
+    that `derived` names."""
 
     def __init__(self, folder: Path, settings: JsonObject, *, clean: bool = False, derived: Sequence[str] = ()) -> None:
         self.rows: list[JsonObject] = []
@@ -59,7 +59,7 @@ class TrialResults:
         self._open.close()
 
     def record(self, checkpoint: str, trial: Trial, group: RolloutGroup) -> list[JsonObject]:
-        """Writes what came of a trial; returns its rows, none where it failed. Raises OSError."""
+        """Writes the outcome of a trial; returns its rows, none for a failure. Raises OSError."""
         rows = [_row(checkpoint, trial, rollout, len(group.rollouts)) for rollout in group.rollouts]
         if not rows:
             place = {"checkpoint": checkpoint, "environment": trial.environment, "task": trial.task}

@@ -1,7 +1,7 @@
 """The file of results: a line for each rollout that was played, written as it ends, read again when a command resumes.
 
-What counts is what is in the file: a rollout whose line is there is never played again. A process that is killed loses
-what it was playing; a line that a power cut left half written is cut off.
+A rollout with a line is never played again. A killed process loses its running rollouts; a line that a power cut left
+half written is cut off.
 """
 
 from __future__ import annotations

@@ -55,8 +55,8 @@ async def rollout_service(
 
 
 def task_spans(wanted_of: Mapping[str, tuple[int, int]], infos: Mapping[str, EnvironmentInfo]) -> list[TaskSpan]:
-    """How much is to be played of each environment, of which so many tasks (-1 for all) with so many rollouts each are
-    wanted. Raises RunError for one without end."""
+    """The tasks to play of each environment, of which so many (-1 for all) with so many rollouts each are wanted.
+    Raises RunError for one without end."""
     spans: list[TaskSpan] = []
     for name, (wanted, group_size) in wanted_of.items():
         there = infos[name].num_tasks

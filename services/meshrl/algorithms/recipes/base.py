@@ -34,7 +34,7 @@ class ScoreRequest:
     """Place of the sample in the rollout."""
     token_ids: NDArray[np.int32]  # (C + T,)
     context: int = 0
-    """C: tokens before the sample's own, which only the scoring model sees."""
+    """C: tokens before the sample's own, seen by the scoring model alone."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,7 +50,7 @@ Scores = Mapping[tuple[str, int], TokenScores]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SampleStreams:
-    """What one sample trains; a term that it has no token of stays None."""
+    """The training of one sample; a term without a token stays None."""
 
     advantage: float | None = None
     """rl: of each token that the policy sampled."""
@@ -72,11 +72,11 @@ class Recipe:
     scored_by: Actor | None = None
     """None: nothing is scored."""
     top_k: int = 0
-    """Likeliest tokens in the place of each that are scored, too."""
+    """Number of likeliest tokens in the place of each that are scored, too."""
     least_rollouts: int = 2
-    """A group with fewer left is dropped: an advantage compares the rollouts of a task."""
+    """A group with fewer left is dropped, since an advantage compares the rollouts of a task."""
     needs_signal: bool = True
-    """A group of equal rewards trains nothing, so that filters.zero_signal drops it."""
+    """Whether a group of equal rewards trains nothing, so that filters.zero_signal drops it."""
 
     def score_requests(self, rollouts: Sequence[Rollout]) -> list[ScoreRequest]:
         return []

@@ -1,4 +1,4 @@
-"""echo: rl as grpo, and cross-entropy on what the environment answered: the policy learns to expect observations."""
+"""echo: rl as grpo, and cross-entropy on the environment's answers: the policy learns to expect observations."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from meshrl.wire.types import Rollout, Sample
 class Echo(GroupRelative):
     """The policy samples, nothing is scored; each content token of messages of `roles` has `weight` in the ce term.
 
-    The markup of the chat template around a message is left out if the renderer marks it: the policy never writes
-    it, and a model to which it is new would learn little else. A group of equal rewards has observations to learn from
-    all the same, so it is kept.
+    Markup of the chat template, if the renderer marks it, is left out: the policy never writes it, and a model to which
+    it is new would learn little else. A group of equal rewards still has observations to learn from, so it is kept.
     """
 
     least_rollouts = 1
@@ -41,7 +40,7 @@ class Echo(GroupRelative):
         }
 
     def _observed(self, sample: Sample) -> NDArray[np.float32]:
-        """(T,) the weight of each token of an observation, 0 elsewhere and where the policy sampled."""
+        """(T,) the weight of each token of an observation, 0 elsewhere and for sampled tokens."""
         weights_T = np.zeros(len(sample.token_ids), dtype=np.float32)
         for span in sample.message_spans:
             if span.role in self._roles:

@@ -10,7 +10,7 @@ from meshrl.algorithms.recipes.base import Actor, Recipe, SampleStreams, ScoreRe
 from meshrl.wire.types import Rollout, Sample
 
 LEAST_LOGPROB = -20.0
-"""What a teacher says below this counts as this: one token that it all but rules out is not to drown the others."""
+"""Lower logprobs of a teacher count as this, so that one token that it all but rules out does not drown the others."""
 
 
 class OnPolicyDistillation(Recipe):
@@ -53,8 +53,8 @@ def streams_towards(rollouts: Sequence[Rollout], scores: Scores, *, weight: floa
 
 
 def towards(sample: Sample, scores: TokenScores | None, *, weight: float) -> SampleStreams:
-    """The ref_kl stream of the sampled tokens that have a score. None where there are no scores. Raises ValueError for
-    a sample of another temperature than 1, at which scores are given."""
+    """The ref_kl stream of the sampled tokens with a score; None without scores. Raises ValueError for a sample of
+    another temperature than 1, at which scores are given."""
     if scores is None:
         return SampleStreams()
     logprobs_T = scores.logprobs

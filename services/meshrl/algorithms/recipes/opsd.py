@@ -16,11 +16,11 @@ class SelfDistillation(Recipe):
     2601.19897).
 
     The paper's teacher is a moving average of the policy. Here it is the live policy, or with `scored_by` TEACHER an
-    engine that keeps the weights from which the run began.
+    engine that keeps the run's first weights.
 
-    The demonstration is the best rollout of the same task and agent in the group, whole, put before the sample as it
-    stands: no expert is needed, and no tokenizer. A rollout that none is better than, and one that does not fit behind
-    the demonstration within `context_tokens`, trains nothing; so do groups of equal rewards.
+    The demonstration is the best rollout of the same task and agent in the group, put whole before the sample: no
+    expert is needed, and no tokenizer. A rollout without a better one, one that does not fit behind the demonstration
+    within `context_tokens`, and groups of equal rewards train nothing.
     """
 
     def __init__(self, *, weight: float, context_tokens: int, top_k: int = 0, scored_by: Actor = Actor.POLICY) -> None:

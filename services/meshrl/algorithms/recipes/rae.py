@@ -12,9 +12,9 @@ class RoleBaseline(Recipe):
     """Role-conditioned advantage estimation (SPIRAL, arXiv 2506.24119): A = R - b of the rollout's agent.
 
     b is a moving average over the agent's rewards in this environment, b <- decay * b + (1 - decay) * R, taken from
-    before the rollout's own reward so that it has no part in it. It begins at 0. In a zero-sum game the mean of a
-    group is about 0 whatever the policy does, and the side that moves first may win more: an agent is measured by what
-    it usually gets. Nothing is compared within a group, so groups of one rollout and of equal rewards train as well.
+    before the rollout's own reward. It begins at 0. In a zero-sum game the mean of a group is about 0 whatever the
+    policy does, and the side that moves first may win more: an agent is measured by its usual reward. Nothing is
+    compared within a group, so groups of one rollout and of equal rewards train as well.
     """
 
     least_rollouts = 1

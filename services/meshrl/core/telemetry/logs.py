@@ -1,6 +1,6 @@
 """One log format for every program of the mesh: loguru, with the standard library's logging led into it.
 
-A line that is logged while a span is current ends with the id of its trace; in JSON it is in `extra`, with the span's.
+A line that is logged during a span ends with the id of its trace; in JSON it is in `extra`, with the span's.
 """
 
 from __future__ import annotations
@@ -103,10 +103,10 @@ def _note_trace(record: Record) -> None:
 
 
 def setup_logging(name: str, level: str, log_file: Path | None = None, *, json_logging: bool = False) -> None:
-    """Sends everything at `level` or above to stdout, and to `log_file` if given; replaces what was set up before.
+    """Sends everything at `level` or above to stdout, and to `log_file` if given; replaces an earlier setup.
 
     `log_file` is left to the starter of this process when stdout already goes to a file of its folder. Ends the process
-    with one sentence where that file cannot be made.
+    with one sentence if that file cannot be made.
     """
     level = level.upper()
     logger.remove()
@@ -130,7 +130,7 @@ def setup_logging(name: str, level: str, log_file: Path | None = None, *, json_l
 
 
 def stdout_goes_beside(log_file: Path) -> bool:
-    """Whether stdout is a file of the same folder: a launcher keeps the log, and every line would be there twice."""
+    """Whether stdout is a file of the same folder: a launcher keeps the log, which would have every line twice."""
     if os.environ.get(LAUNCHER_LOGS):
         return True
     try:

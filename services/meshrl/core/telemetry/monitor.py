@@ -1,5 +1,5 @@
 """Writes a run's metrics to its sinks: console, a JSONL file and those of `sinks`; used by orchestrator, sft and eval.
-A sink that fails loses metrics but never ends the run: it is logged once, with the remedy, and again when it works."""
+A failing sink loses metrics but never ends the run: it is logged once, with the remedy, and again when it works."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Sink(Protocol):
 
 
 class Monitor:
-    """Writes one record to every sink. Safe from several threads; blocking. A sink that fails is warned about once, and
+    """Writes one record to every sink. Safe from several threads; blocking. A failing sink is warned about once, and
     asked again with every record."""
 
     def __init__(self, sinks: Sequence[Sink]) -> None:

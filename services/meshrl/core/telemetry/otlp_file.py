@@ -1,8 +1,8 @@
 """Writes spans as OTLP JSON lines: one ExportTraceServiceRequest a line, each line a zstd frame of its own.
 
-Fed by the tracing of every program; `zstd -dc` gives the lines, which collectors read as they are. OTLP's mapping to
-JSON is protobuf's (64-bit integers as strings, enums as numbers), but for the ids of traces and spans, which are
-hexadecimal. It is made from the spans directly, 16 us each: by way of protobuf messages they take 112 us.
+Fed by the tracing of every program; `zstd -dc` gives the lines, which collectors read. OTLP's mapping to JSON is
+protobuf's (64-bit integers as strings, enums as numbers), but for the ids of traces and spans, which are hexadecimal.
+It is made from the spans directly in 16 us each, where protobuf messages take 112 us.
 """
 
 from __future__ import annotations

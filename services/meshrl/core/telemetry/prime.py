@@ -1,4 +1,4 @@
-"""Shows a run on the Prime Intellect platform: registers it, sends metrics, samples, distributions and how it ended.
+"""Shows a run on the Prime Intellect platform: registers it, sends metrics, samples, distributions and its end.
 
 Calls are POST external-runs, metrics, distributions, samples/presign and samples/confirm, and PUT
 external-runs/RUN/status.
@@ -26,7 +26,7 @@ from meshrl.wire.values import JsonObject
 
 CALL_S = 30.0
 PATIENCE = 10.0
-"""After a call that failed the platform is left alone for so many times as long as that call took."""
+"""After a failed call the platform is left alone for so many times its duration."""
 _STORED = Path(".prime") / "config.json"
 
 
@@ -34,8 +34,8 @@ class PrimeSink(Sink):
     """One run of the platform. The variable RUN_ID names one that the platform has registered itself."""
 
     def __init__(self, config: PrimeMonitorConfig, run: JsonObject) -> None:
-        """`run` is what the platform registers. Without a key, or where the platform does not take the run, that is
-        warned about and nothing is sent."""
+        """`run` is what the platform registers. Without a key, or if the platform refuses the run, that is warned about
+        and nothing is sent."""
         self._url = config.base_url.rstrip("/")
         self._key = os.environ.get(config.api_key_var) or _stored_key()
         self._run_id = os.environ.get("RUN_ID", "")

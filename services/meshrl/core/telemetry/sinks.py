@@ -1,4 +1,4 @@
-"""The monitor of a run, with the services of others that its metrics go to: W&B, TensorBoard and Trackio."""
+"""The monitor of a run, with the services that its metrics go to: W&B, TensorBoard and Trackio."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class WandbSink(Sink):
 
 
 class WebhookSink(Sink):
-    """Posts each alert that begins as JSON: `text` for chats, and its parts for programs."""
+    """Posts each new alert as JSON: `text` for chats, and its parts for programs."""
 
     def __init__(self, url: str, output_dir: Path) -> None:
         self._url = url

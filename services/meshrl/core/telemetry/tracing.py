@@ -42,13 +42,13 @@ SYNC_APPLY_SPAN = "rl.sync.apply"
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 COMPRESSION_VARIABLES = ("OTEL_EXPORTER_OTLP_COMPRESSION", "OTEL_EXPORTER_OTLP_TRACES_COMPRESSION")
 MAX_QUEUE = 16_384
-"""Spans that wait to be written or sent, unless OTEL_BSP_MAX_QUEUE_SIZE is set; OpenTelemetry's own 2,048 are less than
-a large engine ends while a collector thinks."""
+"""Spans that wait to be written or sent, unless OTEL_BSP_MAX_QUEUE_SIZE is set; a large engine ends more than
+OpenTelemetry's own 2,048 while a collector is busy."""
 # A train span links to every rollout of its batch; the SDK's own limit is 128.
 MAX_LINKS = 8192
 _EXPORT_EVERY_MS = 1000
 CLOSE_S = 2.0
-"""How long the end of a program waits for a collector that has not failed it."""
+"""How long the end of a program waits for a collector that has not failed before."""
 
 
 def traceparent_of(span: trace.Span) -> str:
@@ -126,8 +126,8 @@ class CollectorExporter(SpanExporter):
 
 
 class Tracing(trace.Tracer):
-    """The tracer of a program; `waits` is what the program waits for, `start` how it came up, `registry` has its
-    metrics for Prometheus."""
+    """The tracer of a program; `waits` are its current waits, `start` its start, `registry` its metrics for
+    Prometheus."""
 
     def __init__(
         self, tracer: trace.Tracer, provider: SpanProvider | None, collector: CollectorExporter | None = None
@@ -151,7 +151,7 @@ class Tracing(trace.Tracer):
         return self._tracer.start_as_current_span(*args, **kwargs)
 
     def close(self) -> None:
-        """Writes what is buffered to the file, then sends it to the collector, within `patience_s` of that."""
+        """Writes buffered spans to the file, then sends them to the collector, within `patience_s`."""
         if self._provider is None:
             return
         processors = list(self._provider.processors)

@@ -42,9 +42,9 @@ CountedWaits = Callable[[], Iterable[CountedWait]]
 class Waits:
     def __init__(self, now: Callable[[], float] = time.monotonic, *, least_s: float = LEAST_S) -> None:
         self.serves: tuple[str, ...] = ()
-        """host:port of what the program serves, by which others that wait for it may name it."""
+        """host:port of the program's server, by which others that wait for it may name it."""
         self.lags_s: Mapping[str, float] = {}
-        """Lag of the event loops of the run's programs by name, as the watchdog read it last."""
+        """Lag of the event loops of the run's programs by name, at the watchdog's last look."""
         self._now = now
         self._least_s = least_s
         self._lock = threading.Lock()
@@ -67,7 +67,7 @@ class Waits:
                 self._past_s[name].append(self._now() - self._open.pop(key).since_s)
 
     def count(self, counted: CountedWaits) -> None:
-        """Asks `counted` at each look, on the event loop, for waits that are too many to be reported singly."""
+        """Asks `counted` at each look, on the event loop, for waits that are too many to report singly."""
         self._counted.append(counted)
 
     def look(self, wall_s: float) -> tuple[WaitState, ...]:

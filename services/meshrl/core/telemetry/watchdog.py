@@ -1,9 +1,9 @@
 """Watches one program from a thread of its own: its waits and its event loop; logs what is overdue, and why.
 
 Every two seconds it writes `state/PROGRAM.json` in the run's folder. An overdue wait is logged in one line, with the
-whole chain of which program waits for which, as far as the others write to the same folder; and again when it has
-lasted twice as long. A program that is gone, stopped or stuck is reported at once by those that wait for it, and by the
-orchestrator in any case. An event loop that answers late is logged once a minute at most.
+chain of which program waits for which, as far as the others write to the same folder, and again when it has lasted
+twice as long. A program that is gone, stopped or stuck is reported at once by its waiters and by the orchestrator. An
+event loop that answers late is logged once a minute at most.
 """
 
 from __future__ import annotations

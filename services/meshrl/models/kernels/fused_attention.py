@@ -1,5 +1,4 @@
-"""Attention kernels for packed rows on a GPU in half precision, as one operator that torch.compile does not look
-into."""
+"""Attention kernels for packed rows on a GPU in half precision, as one operator that is opaque to torch.compile."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ class FusedPlan:
 
 
 def upload(array: NDArray[Any], device: torch.device) -> torch.Tensor:
-    """An array of a row as a tensor on the device; a GPU gets it without the host waiting for what is queued there."""
+    """An array of a row as a tensor on the device, without the host waiting for a GPU's queue."""
     # Arrays decoded from a message are read-only views, which torch must not alias.
     tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
@@ -100,7 +99,7 @@ def attention_forward(
     scale: float,
     window_left: int = -1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the operator does, for operators that build on it; `plan` holds the tensors of a FusedPlan, in order."""
+    """The operator's work, for operators that build on it; `plan` holds the tensors of a FusedPlan, in order."""
     offsets, short_index, short_offsets, host = plan
     longest, longest_short, *spans = host.tolist()
     if not spans or window_left >= 0:
@@ -137,7 +136,7 @@ def _attention_backward(
     scale: float,
     window_left: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of queries, keys and values (`inputs`); `plan` holds the tensors of a FusedPlan, in their order."""
+    """Gradients of queries, keys and values (`inputs`); `plan` as in `attention_forward`."""
     return attention_backward(grad_THD, inputs, out_THD, lse_HT, plan, scale, window_left)
 
 

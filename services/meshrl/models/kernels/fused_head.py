@@ -1,7 +1,7 @@
 """The head's passes over logits on a GPU as one kernel: logprob, entropy and log-sum-exp, and the gradient of a logit.
 
-It reads each token's logits once for the sums and once more for the gradient, where what torch.compile makes reads and
-writes about twice as much. Importing this module needs triton, which comes with torch for GPUs.
+It reads each token's logits once for the sums and once more for the gradient; torch.compile's code reads and writes
+about twice as much. Importing this module needs triton, which comes with torch for GPUs.
 
 Shapes: P tokens of a piece, V vocabulary.
 """

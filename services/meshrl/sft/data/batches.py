@@ -1,7 +1,7 @@
 """Deals tokenized conversations into steps of packed rows; between the loader and the learner.
 
-Keeps count of what was trained of each part of the mixture, and of the place to go on from: both are in DataProgress,
-which checkpoints carry.
+Counts the trained samples of each part of the mixture, and the place to go on from: both are in DataProgress, which
+checkpoints carry.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from meshrl.wire.values import JsonObject
 
 @dataclass(frozen=True, kw_only=True)
 class DataProgress:
-    """The row that comes next, and what was trained of each part. `parts` has the identity of each part's rows, by
-    which a resumed run notices other data."""
+    """The next row, and the trained samples of each part. `parts` has the identity of each part's rows, by which a
+    resumed run notices other data."""
 
     next: Cursor = field(default_factory=Cursor)
     parts: Mapping[str, str] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class DataProgress:
         return cls(**{**values, "next": Cursor(**values["next"])})
 
     def changed(self, parts: Mapping[str, str]) -> str | None:
-        """How the data differs from what was trained; None for the same, or where it was not recorded."""
+        """How the data differs from the trained data; None if it does not, or was not recorded."""
         differing = [
             f"{part} had {was}, now {parts.get(part, 'nothing')}"
             for part, was in self.parts.items()
@@ -46,7 +46,7 @@ class DataProgress:
         return "; ".join(differing) or None
 
     def ratios(self) -> dict[str, float]:
-        """The realised mixture by metric; empty where nothing is mixed."""
+        """The realised mixture by metric; empty without one."""
         if len(self.samples) < 2:
             return {}
         shares: dict[str, float] = {}

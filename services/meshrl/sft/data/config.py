@@ -17,10 +17,8 @@ class DataConfig(BaseConfig):
 
     name: str = Field(default="train.jsonl", min_length=1)
     """A .jsonl, .json or .parquet file, a folder (of such files, or one that `datasets` has saved), or the name of a
-    dataset on the Hugging Face hub.
-
-    Rows have a messages column, or prompt and completion; tools (or tool_defs) and chat_template_kwargs are optional.
-    """
+    dataset on the Hugging Face hub. Rows have a messages column, or prompt and completion; tools (or tool_defs) and
+    chat_template_kwargs are optional."""
 
     subset: str | None = None
     """Subset of the dataset; for several see subsets."""
@@ -35,18 +33,18 @@ class DataConfig(BaseConfig):
     """Splits that are mixed, of `subset` or of `subsets`."""
 
     probabilities: list[float] | None = None
-    """With which probability the next row is of each subset or split. None takes a row of each in turn."""
+    """Probability of each subset or split for the next row. None takes a row of each in turn."""
 
     stopping_strategy: Literal["first_exhausted", "all_exhausted"] = "all_exhausted"
-    """When an epoch of a mixture is over: once one of its parts has been seen whole, or once all have; parts that are
-    through before begin again."""
+    """When an epoch of a mixture is over: once one of its parts has been seen whole, or once all have, where finished
+    parts begin again."""
 
     batch_size: int = Field(default=8, ge=1)
-    """Samples a step. A sample is a row of seq_len tokens that whole conversations fill, so that a step trains up to
-    batch_size * seq_len tokens; with pack_function stack it is one conversation."""
+    """Samples a step. A sample is a row of seq_len tokens filled with whole conversations, or with pack_function stack
+    one conversation."""
 
     micro_batch_size: int = Field(default=1, ge=1)
-    """Samples that go through the model at once. Where memory is short, lower it; the result is the same."""
+    """Samples that go through the model at once. Lower it if memory is short; the result is the same."""
 
     seq_len: int = Field(default=2048, ge=2)
     """Longest sample in tokens; a longer conversation is cut at its end."""
@@ -69,7 +67,7 @@ class DataConfig(BaseConfig):
     """fake: every sample has seq_len tokens, or lengths vary as those of real data do."""
 
     input_ids: Literal["increasing", "random"] = "random"
-    """fake: tokens of a sample are a run of consecutive numbers, which a model learns, or drawn at random."""
+    """fake: tokens of a sample are consecutive numbers, which a model learns, or random."""
 
     @property
     def row_tokens(self) -> int:

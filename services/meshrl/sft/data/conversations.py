@@ -31,7 +31,7 @@ class Conversation:
 
     `marks` holds, by place, the messages that are marked as learned or not. Of the others those before `learn_from` are
     context whatever their role. `other_columns` and `other_keys` are not read here; a chat template may read such keys,
-    reasoning_content among them.
+    such as reasoning_content.
     """
 
     row: str
@@ -110,7 +110,7 @@ def _messages(value: object, name: str, column: str, *, role: str) -> tuple[Mess
 
 
 def _tools(row: Row, name: str) -> tuple[Tool, ...]:
-    """Tool definitions in OpenAI's shape; those of verifiers (tool_defs) are brought into it."""
+    """Tool definitions in OpenAI's shape, also from those of verifiers (tool_defs)."""
     column = "tools" if row.get("tools") is not None else "tool_defs"
     value = _parsed(row, column, name)
     if not value:

@@ -1,6 +1,6 @@
-"""Brings each step's rows to every rank: rank 0 reads and tokenizes, and sends the others what it packed.
+"""Brings each step's rows to every rank: rank 0 reads, tokenizes and packs them, and sends them to the others.
 
-A row is tokenized once for the whole group, and while a step trains where processes of the loader run ahead.
+A row is tokenized once for the whole group, and while a step trains if processes of the loader run ahead.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Feed:
         return training_batches(drawn, data, parts=parts, dp_size=self._parallel.plan.dp_size, progress=progress)
 
     def _from_first(self, make: Callable[[], Sequence[MicroBatch]]) -> Sequence[MicroBatch]:
-        """The rows that rank 0 makes, on every rank; its DataError is raised on all of them."""
+        """Rank 0's rows on every rank; its DataError is raised on all of them."""
         if not self._parallel.plan.leads:
             sent = self._parallel.broadcast(None)
             if sent[:1] == _ERROR:

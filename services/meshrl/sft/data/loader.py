@@ -1,7 +1,6 @@
 """Tokenizes rows in the order of the mixture, here or in processes that run ahead of training.
 
-The order does not depend on the number of processes: torch's DataLoader hands results out in the order in which they
-were asked for.
+torch's DataLoader hands results out in the order of the requests, whatever the number of processes.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ class DrawnSample:
 
 
 class TokenizedRows(Dataset[object]):
-    """The rows of a data section in tokens, opened at first use, so that each process opens its own. `unused` are
-    columns and message keys met so far that nothing reads; a new one is logged."""
+    """The rows of a data section in tokens, opened at first use by each process. `unused` are unread columns and
+    message keys met so far; a new one is logged."""
 
     def __init__(self, text: TextSettings, data: DataConfig, *, unused: frozenset[str] = frozenset()) -> None:
         self._text = text

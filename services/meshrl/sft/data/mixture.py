@@ -23,7 +23,7 @@ class Cursor:
 
 @dataclass(frozen=True, kw_only=True)
 class Draw:
-    """One row of the order. `passed` is the share of its epoch that is over with it."""
+    """One row of the order. `passed` is the share of its epoch up to it."""
 
     cursor: Cursor
     part: int

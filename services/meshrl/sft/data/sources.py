@@ -1,6 +1,6 @@
-"""Opens what `data.name` names: files, folders and datasets of the Hugging Face hub as rows by their index.
+"""Opens the files, folders and datasets of the Hugging Face hub that `data.name` names, as rows by their index.
 
-Rows are read when they are asked for, so that a dataset may be larger than memory.
+Rows are read on demand, so that a dataset may be larger than memory.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class _JsonList(DataRows):
 
 
 class _DatasetRows(DataRows):
-    """Columns are typed, so keys that a row lacks come as None: they go."""
+    """Columns are typed, so keys that a row lacks come as None, and are removed."""
 
     def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset

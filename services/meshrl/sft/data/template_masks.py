@@ -1,4 +1,4 @@
-"""Finds what is learned among the tokens that a chat template made of a conversation; used by `tokenization`.
+"""Finds the learned tokens among those that a chat template made of a conversation; used by `tokenization`.
 
 A template with `generation` marks has the answer already. Of any other only the prefixes that bound a learned message
 are rendered: the messages before it with the generation prompt, and the messages up to it. Both must begin the whole
@@ -22,7 +22,7 @@ from meshrl.sft.data.conversations import Conversation, DataError, Message
 
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _PROBE, _REPLY = "meshrl asks", "meshrl answers"
-"""Texts of a made-up conversation, by which is found how a template ends an assistant's turn."""
+"""Texts of a made-up conversation that shows how a template ends an assistant's turn."""
 _SHOWN = 24  # characters of a generation prompt that an error shows
 _WAYS_OUT = (
     "two ways to mend it: the renderer of the model's family, such as --renderer.name qwen3 (or qwen3.5, glm-4.5,"
@@ -98,7 +98,7 @@ class TemplateMasks:
     def by_prefixes(self, conversation: Conversation, learned: Sequence[bool]) -> tuple[list[int], NDArray[np.bool_]]:
         """Tokens and (T,) mask of the learned messages, each up to and including the token that ends its turn.
 
-        An assistant's header is not learned. Where a turn ends with the next message's header, the first token of that
+        An assistant's header is not learned. If a turn ends with the next message's header, the first token of that
         header is what the model samples to stop; after the last message the tokenizer's end-of-text token is appended.
         Raises PrefixError.
         """
@@ -130,8 +130,8 @@ class TemplateMasks:
     def _bound(
         self, conversation: Conversation, count: int, whole: list[int], *, bounds: int, generation: bool = False
     ) -> int:
-        """Length in tokens of the first `count` messages, which must begin the whole, without what a template writes
-        behind the last message alone."""
+        """Length in tokens of the first `count` messages, which must begin the whole, without a template's text behind
+        the last message alone."""
         where = f"{conversation.row}, message {bounds} ({conversation.messages[bounds]['role']})"
         if not count and generation:
             return self._first_header(conversation, whole)
@@ -199,10 +199,10 @@ class TemplateMasks:
         return list(self._tokenizer(behind.lstrip(), add_special_tokens=False)["input_ids"]) if behind else []
 
     def _turn_end(self, whole: list[int], start: int, end: int, token: int | None) -> int:
-        """Behind the token that ends a turn; what a template writes after it is never generated.
+        """Behind the token that ends a turn; the template's text after it is never generated.
 
-        That is `token`; where the turn has none, as one that calls tools may, the last special token but for white
-        space; elsewhere the one that follows the turn, or the end-of-text token in it.
+        That is `token`; in a turn without it, such as one that calls tools, the last special token but for white space;
+        elsewhere the one that follows the turn, or the end-of-text token in it.
         """
         if token is not None and token in whole[start:end]:
             return _last(whole, token, start, end)

@@ -1,8 +1,8 @@
-"""Turns conversations into token ids with a mask of what is learned; between data and batches.
+"""Turns conversations into token ids with a mask of the learned ones; between data and batches.
 
-An assistant's tokens are found in one of four ways, in this order: by the renderer that the run names, by the
-`generation` marks of the chat template, by prefixes of the conversation, and, if those fail, by the renderer that
-makes the same tokens as the template.
+An assistant's tokens are found in one of four ways, in this order: by the configured renderer, by the `generation`
+marks of the chat template, by prefixes of the conversation, and by the renderer that makes the same tokens as the
+template.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def _rendered(
 ) -> tuple[list[int], NDArray[np.bool_]]:
     """Tokens and (T,) mask by a renderer. Raises DataError.
 
-    An assistant's sampled text is learned, its end-of-turn token included, also where the template leaves the last one
-    out; of other roles the text alone, without the markup around it.
+    An assistant's sampled text is learned with its end-of-turn token, also if the template leaves the last one out; of
+    other roles the text alone, without the markup around it.
     """
     from renderers import build_training_sample
 
