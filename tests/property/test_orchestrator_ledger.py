@@ -28,7 +28,7 @@ from meshrl.orchestrator.ledger.open_run import open_journal
 from meshrl.orchestrator.ledger.rules import OPEN_STATES
 from meshrl.orchestrator.peers.connect import Mesh
 from meshrl.orchestrator.work.batches import assemble
-from meshrl.orchestrator.work.recipes import Recipes
+from meshrl.orchestrator.work.recipes import build_recipes
 from meshrl.sampling.groups import GroupTicket, RolloutGroup
 from meshrl.wire.convert import batch_digest
 from meshrl.wire.types import (
@@ -126,7 +126,7 @@ class World:
         )  # fmt: skip
         environment = EnvironmentInfo(name="e", taskset="e", num_tasks=5)
         mesh = Mesh(environments={"e": environment}, trainer=trainer, run=run)
-        recipes = Recipes(self.config.algos, self.config.advantage, seq_len=self.config.seq_len)
+        recipes = build_recipes(self.config.algos, self.config.advantage, seq_len=self.config.seq_len)
         self.writer = LateWriter(self.config.output_dir / "ledger.sqlite")
         self.journal = open_journal(
             Layout(self.config.output_dir),

@@ -21,8 +21,8 @@ from meshrl.orchestrator.reports.logprob_check import LogprobCheck
 from meshrl.orchestrator.reports.rollout_samples import RolloutSamplesWriter
 from meshrl.orchestrator.run import Run, SlotUse
 from meshrl.orchestrator.teachers.scorer import build_scorer
+from meshrl.orchestrator.work.batches import Recipes
 from meshrl.orchestrator.work.plan import PlanLimits, StalenessLaw, TaskSchedule, TrainSource, WorkPlan
-from meshrl.orchestrator.work.recipes import Recipes
 from meshrl.orchestrator.work.screening import screen_finished
 from meshrl.sampling.retry import RunError
 from meshrl.sampling.sampler import GroupSampler

@@ -30,8 +30,7 @@ from meshrl.orchestrator.peers.batch_uploader import BatchRefusal, BatchUploader
 from meshrl.orchestrator.peers.version_relay import VersionRelay
 from meshrl.orchestrator.run import Run
 from meshrl.orchestrator.teachers.scorer import GroupScorer
-from meshrl.orchestrator.work.batches import AssembledBatch, SubmittedStep, assemble, at_fault, split_groups
-from meshrl.orchestrator.work.recipes import Recipes
+from meshrl.orchestrator.work.batches import AssembledBatch, Recipes, SubmittedStep, assemble, at_fault, split_groups
 from meshrl.orchestrator.work.screening import DropReason
 from meshrl.sampling.groups import RolloutGroup
 from meshrl.sampling.retry import RunError, first_cause

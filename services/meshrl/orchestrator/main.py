@@ -33,7 +33,7 @@ from meshrl.orchestrator.config import OrchestratorConfig, TrainEnvConfig, Train
 from meshrl.orchestrator.exchange.service import RolloutExchange
 from meshrl.orchestrator.ledger.open_run import open_journal
 from meshrl.orchestrator.peers.connect import Mesh, Services, connect, wait_for_services
-from meshrl.orchestrator.work.recipes import Recipes
+from meshrl.orchestrator.work.recipes import build_recipes
 from meshrl.prime_rl import PrimeRLKeys
 from meshrl.sampling.retry import RunError
 from meshrl.wire.values import JsonObject
@@ -133,7 +133,7 @@ async def orchestrate(config: OrchestratorConfig, stop: asyncio.Event, tracer: T
 async def _train(
     config: OrchestratorConfig, services: Services, mesh: Mesh, tracer: Tracer, stop: asyncio.Event
 ) -> None:
-    layout, recipes = Layout(config.output_dir), Recipes(config.algos, config.advantage, seq_len=config.seq_len)
+    layout, recipes = Layout(config.output_dir), build_recipes(config.algos, config.advantage, seq_len=config.seq_len)
     async with AsyncExitStack() as ending:  # a disk that takes no ledger may still take what waits for metrics.jsonl
         journal = await asyncio.to_thread(
             open_journal,

@@ -21,9 +21,9 @@ from verifiers.v1.trace import Trace
 
 from meshrl.core.config.shared import StageDeadlinesConfig
 from meshrl.core.telemetry.tracing import ROLLOUT_SPAN, traceparent_of
+from meshrl.rollout.engines.calls import Session, SessionBook
 from meshrl.rollout.engines.chat_servers import refuse_without_tokens
 from meshrl.rollout.engines.engine_table import Requirement
-from meshrl.rollout.engines.sessions import Session, SessionBook
 from meshrl.rollout.groups import rollout_failure
 from meshrl.rollout.hosting import HostedEnvironment
 from meshrl.rollout.rendering.text_samples import TextSamples

@@ -24,7 +24,7 @@ from verifiers.v1.graph import MessageNode
 from verifiers.v1.trace import Branch, Trace
 from verifiers.v1.types import Message
 
-from meshrl.rollout.engines.sessions import Call, Session
+from meshrl.rollout.engines.calls import Call, Session
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import MessageSpan, Rollout, Sample, VersionSpan
 from meshrl.wire.types.routes import Routes

@@ -18,7 +18,7 @@ from meshrl.orchestrator.config import OrchestratorConfig, TrainEnvConfig, Train
 from meshrl.orchestrator.ledger.journal import Journal
 from meshrl.orchestrator.loop import RunLoop
 from meshrl.orchestrator.peers.connect import connect, wait_for_services
-from meshrl.orchestrator.work.recipes import Recipes
+from meshrl.orchestrator.work.recipes import build_recipes
 from meshrl.v1 import rollout_pb2_grpc, trainer_pb2_grpc, weights_pb2_grpc
 from scripted_services import RolloutServicer, Script, TrainerServicer, WeightsServicer, make_journal
 
@@ -140,7 +140,7 @@ def start(tmp_path: Path) -> Callable[[OrchestratorConfig], AbstractAsyncContext
             try:
                 tracer = trace.get_tracer("test")
                 async with services.watching():
-                    recipes = Recipes(config.algos, config.advantage, seq_len=config.seq_len)
+                    recipes = build_recipes(config.algos, config.advantage, seq_len=config.seq_len)
                     loop = build_loop(
                         config, services, met, recipes=recipes, journal=journal, monitor=monitor, tracer=tracer
                     )

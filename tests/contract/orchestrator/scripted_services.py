@@ -14,7 +14,7 @@ from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.orchestrator.ledger.journal import Journal
 from meshrl.orchestrator.ledger.open_run import open_journal
 from meshrl.orchestrator.ledger.writer import Writer
-from meshrl.orchestrator.work.recipes import Recipes
+from meshrl.orchestrator.work.recipes import build_recipes
 from meshrl.trainer.runs.steps import StepBook
 from meshrl.trainer.service import check_batch
 from meshrl.v1 import rollout_pb2, rollout_pb2_grpc, trainer_pb2, trainer_pb2_grpc, weights_pb2, weights_pb2_grpc
@@ -328,7 +328,7 @@ def make_journal(
         trainer,
         run,
         session=config.session,
-        least_rollouts=Recipes(config.algos, config.advantage, seq_len=config.seq_len).least_rollouts,
+        least_rollouts=build_recipes(config.algos, config.advantage, seq_len=config.seq_len).least_rollouts,
         checkpoints=config.checkpoint_interval is not None,
         saves_last=config.checkpoint_at_end,
         writer=writer,

@@ -17,7 +17,7 @@ from meshrl.orchestrator.build import build_loop, make_plan
 from meshrl.orchestrator.ledger.writer import ThreadedWriter
 from meshrl.orchestrator.peers.connect import connect, wait_for_services
 from meshrl.orchestrator.run import Run
-from meshrl.orchestrator.work.recipes import Recipes
+from meshrl.orchestrator.work.recipes import build_recipes
 from meshrl.sampling.retry import RunError
 from polling import until
 from scripted_services import make_journal
@@ -52,7 +52,7 @@ class Orchestrator:
         met = await wait_for_services(self.config, services)
         writer = LosesTheRest(self.config.output_dir / "ledger.sqlite", flush_interval_s=0.02)
         journal = await asyncio.to_thread(make_journal, self.config, met.trainer, met.run, writer)
-        recipes = Recipes(self.config.algos, self.config.advantage, seq_len=self.config.seq_len)
+        recipes = build_recipes(self.config.algos, self.config.advantage, seq_len=self.config.seq_len)
         tracer = trace.get_tracer("test")
         loop = build_loop(self.config, services, met, recipes=recipes, journal=journal, monitor=monitor, tracer=tracer)
         running = asyncio.create_task(loop.train())
@@ -116,7 +116,7 @@ async def test_an_orchestrator_killed_anywhere_goes_on_and_counts_once(
     totals = [line["progress/samples"] for line in step_lines(tmp_path)]
     assert totals == [sum(len(script.batches[one]) for one in range(1, step + 1)) for step in range(1, 9)]
     drawn = query(tmp_path, "SELECT DISTINCT sequence, environment, task_index FROM groups ORDER BY sequence")
-    plan = make_plan(config, await met(config), Recipes(config.algos, config.advantage, seq_len=config.seq_len))
+    plan = make_plan(config, await met(config), build_recipes(config.algos, config.advantage, seq_len=config.seq_len))
     in_order = [plan.schedule.next_task() for _ in drawn]
     assert drawn == [(place, task.environment, task.index) for place, task in enumerate(in_order)]
     again = query(tmp_path, "SELECT COUNT(*) - COUNT(DISTINCT sequence) FROM groups")[0][0]

@@ -21,7 +21,7 @@ from meshrl.inference.http.app import InferenceServer
 from meshrl.orchestrator.config import OrchestratorConfig, TeacherConfig, TrainEnvConfig, TrainEnvsConfig
 from meshrl.orchestrator.teachers.logprob_servers import LogprobServers
 from meshrl.orchestrator.teachers.scorer import build_scorer
-from meshrl.orchestrator.work.recipes import Recipes
+from meshrl.orchestrator.work.recipes import build_recipes
 from meshrl.sampling.retry import RunError
 from meshrl.v1 import rollout_pb2_grpc
 from meshrl.wire.types import Batch, Rollout, RolloutRequest
@@ -236,7 +236,7 @@ async def test_scores_without_aiohttp_say_what_to_install(monkeypatch: pytest.Mo
     async with WeightSyncClient("127.0.0.1:9") as hub:
         with pytest.raises(RunError, match=r"need aiohttp: pip install 'meshrl\[rollout\]'"):
             build_scorer(
-                Recipes(config.algos, config.advantage, seq_len=config.seq_len).by_environment,
+                build_recipes(config.algos, config.advantage, seq_len=config.seq_len).by_environment,
                 config.teachers,
                 hub,
                 engine_pool="",

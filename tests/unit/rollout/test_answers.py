@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshrl.rollout.engines.answers import EngineAnswer, SampledCompletion, read
+from meshrl.rollout.engines.calls import Call, EngineAnswer, read
 from meshrl.wire.completion_frame import MEDIA_TYPE, CompletionFrame, FrameChoice, encode
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import VersionSpan
@@ -35,9 +35,9 @@ def test_frames_and_both_kinds_of_json_say_the_same():
     packed = base64.b64encode(np.array([-0.5, -1.5, -0.25], "<f4").tobytes()).decode()
     ours = {"version_spans": [[0, 2, 3], [2, 3, 4]], "completion_logprobs": {"data": packed, "dtype": "float32"}}
     theirs = {"weight_versions": [{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 3}]}
-    wanted = SampledCompletion(
+    wanted = Call(
         request_id="r",
-        token_ids=[5, 6, 7],
+        completion_ids=[5, 6, 7],
         logprobs=[-0.5, -1.5, -0.25],
         spans=((0, 2, 3), (2, 3, 4)),
         finish_reason="stop",

@@ -6,7 +6,7 @@ from verifiers.v1.graph import MessageNode
 from verifiers.v1.trace import Branch
 from verifiers.v1.types import AssistantMessage, TextContentPart, ToolCall, UserMessage
 
-from meshrl.rollout.engines.sessions import Call
+from meshrl.rollout.engines.calls import Call
 from meshrl.rollout.samples import samples_of, trace_uuid
 from meshrl.wire.errors import MeshError, Reason
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from meshrl.rollout.engines.sessions import Call, Session
+from meshrl.rollout.engines.calls import Call, Session
 from meshrl.wire.types.routes import Routes
 
 

@@ -1,5 +1,7 @@
 """Turns the groups that a step took into its batch: what each sample trains, in rows; drained by the trainer.
 
+The algorithm of each environment decides the tokens that its samples train (`Recipes`), `packing` makes the rows.
+
 When the trainer refuses a batch, `at_fault` names the rollouts that the loop drops. The other rollouts of that batch,
 and of later ones, go into new batches, which new groups fill up.
 """
@@ -14,14 +16,55 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from meshrl.algorithms.packing import TrainSample, pack_samples
-from meshrl.algorithms.recipes.base import SampleStreams, Streams
+from meshrl.algorithms.recipes.base import Recipe, SampleStreams, Scores, Streams
+from meshrl.algorithms.recipes.custom import check_streams
 from meshrl.orchestrator.work.screening import StepTally
 from meshrl.sampling.groups import RolloutGroup
+from meshrl.sampling.retry import RunError
 from meshrl.wire.errors import MeshError
 from meshrl.wire.trainable import rollout_problems
 from meshrl.wire.types import Batch, Rollout, Sample
 
 _ROW = re.compile(r"micro_batches\[(\d+)\]")
+
+AlgorithmState = Mapping[str, Mapping[str, float]]
+"""What the algorithms remember from step to step, by environment."""
+
+
+class Recipes:
+    """The algorithms of the training environments, which decide the tokens that a step trains."""
+
+    def __init__(self, by_environment: Mapping[str, Recipe]) -> None:
+        self.by_environment = by_environment
+
+    @property
+    def least_rollouts(self) -> dict[str, int]:
+        """The fewest rollouts that a group must have left, by environment."""
+        return {name: recipe.least_rollouts for name, recipe in self.by_environment.items()}
+
+    def streams(self, groups: Sequence[Sequence[Rollout]], scores: Scores) -> dict[str, tuple[SampleStreams, ...]]:
+        """What each sample of a step trains, by rollout id. Raises RunError where an algorithm cannot be used."""
+        made: dict[str, tuple[SampleStreams, ...]] = {}
+        for group in groups:
+            if not group:
+                continue
+            environment = group[0].environment
+            try:
+                streams = self.by_environment[environment].streams(group, scores)
+                check_streams(group, streams)
+            except ValueError as error:
+                raise RunError(f"the algorithm of environment {environment!r}: {error}") from error
+            made |= {rollout.rollout_id: tuple(streams[rollout.rollout_id]) for rollout in group}
+        return made
+
+    def state(self) -> AlgorithmState:
+        states = {name: dict(recipe.state()) for name, recipe in self.by_environment.items()}
+        return {name: state for name, state in states.items() if state}
+
+    def restore(self, state: AlgorithmState) -> None:
+        """Goes back to what `state` returned, without environments that are gone."""
+        for name, recipe in self.by_environment.items():
+            recipe.restore(state.get(name, {}))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -34,7 +77,7 @@ class AssembledBatch:
     untrainable: frozenset[str]
     truncated_samples: int
     dropped_samples: int
-    algorithms: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    algorithms: AlgorithmState = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

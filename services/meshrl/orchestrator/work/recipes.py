@@ -1,5 +1,4 @@
-"""Makes the algorithm of each training environment from the configuration, and asks it for the tokens that a step
-trains."""
+"""Makes the algorithm of each training environment from the configuration."""
 
 from __future__ import annotations
 
@@ -17,8 +16,8 @@ from meshrl.algorithms.advantages import (
     per_token_penalty,
     soft_overlong_penalty,
 )
-from meshrl.algorithms.recipes.base import Actor, Recipe, SampleStreams, Scores
-from meshrl.algorithms.recipes.custom import check_streams, load_recipe
+from meshrl.algorithms.recipes.base import Actor, Recipe
+from meshrl.algorithms.recipes.custom import load_recipe
 from meshrl.algorithms.recipes.echo import Echo
 from meshrl.algorithms.recipes.grpo import GroupRelative
 from meshrl.algorithms.recipes.hierarchical_grpo import HierarchicalGroupRelative
@@ -28,54 +27,22 @@ from meshrl.algorithms.recipes.opsd import SelfDistillation
 from meshrl.algorithms.recipes.rae import RoleBaseline
 from meshrl.algorithms.recipes.sft import Imitation
 from meshrl.orchestrator.config import AdvantageConfig, AlgoConfig
+from meshrl.orchestrator.work.batches import Recipes
 from meshrl.sampling.retry import RunError
-from meshrl.wire.types import Rollout
 
 ECHO_WEIGHT = 0.1
 
-AlgorithmState = Mapping[str, Mapping[str, float]]
-"""What the algorithms remember from step to step, by environment."""
 
-
-class Recipes:
-    def __init__(self, algos: Mapping[str, AlgoConfig], of_rewards: AdvantageConfig, *, seq_len: int) -> None:
-        """From the configured algorithm of each environment. Raises RunError for a custom one that cannot be made."""
-        self.by_environment = {name: _build_recipe(algo, of_rewards, seq_len) for name, algo in algos.items()}
-        for name, recipe in self.by_environment.items():
-            if recipe.sampler is Actor.TEACHER and algos[name].type != "sft":
-                raise RunError(
-                    f"the custom algorithm of environment {name!r} wants a teacher to play its rollouts, which only the"
-                    " algorithm sft has"
-                )
-
-    @property
-    def least_rollouts(self) -> dict[str, int]:
-        """The fewest rollouts that a group must have left, by environment."""
-        return {name: recipe.least_rollouts for name, recipe in self.by_environment.items()}
-
-    def streams(self, groups: Sequence[Sequence[Rollout]], scores: Scores) -> dict[str, tuple[SampleStreams, ...]]:
-        """What each sample of a step trains, by rollout id. Raises RunError where an algorithm cannot be used."""
-        made: dict[str, tuple[SampleStreams, ...]] = {}
-        for group in groups:
-            if not group:
-                continue
-            environment = group[0].environment
-            try:
-                streams = self.by_environment[environment].streams(group, scores)
-                check_streams(group, streams)
-            except ValueError as error:
-                raise RunError(f"the algorithm of environment {environment!r}: {error}") from error
-            made |= {rollout.rollout_id: tuple(streams[rollout.rollout_id]) for rollout in group}
-        return made
-
-    def state(self) -> AlgorithmState:
-        states = {name: dict(recipe.state()) for name, recipe in self.by_environment.items()}
-        return {name: state for name, state in states.items() if state}
-
-    def restore(self, state: AlgorithmState) -> None:
-        """Goes back to what `state` returned, without environments that are gone."""
-        for name, recipe in self.by_environment.items():
-            recipe.restore(state.get(name, {}))
+def build_recipes(algos: Mapping[str, AlgoConfig], of_rewards: AdvantageConfig, *, seq_len: int) -> Recipes:
+    """From the configured algorithm of each environment. Raises RunError for a custom one that cannot be made."""
+    recipes = Recipes({name: _build_recipe(algo, of_rewards, seq_len) for name, algo in algos.items()})
+    for name, recipe in recipes.by_environment.items():
+        if recipe.sampler is Actor.TEACHER and algos[name].type != "sft":
+            raise RunError(
+                f"the custom algorithm of environment {name!r} wants a teacher to play its rollouts, which only the"
+                " algorithm sft has"
+            )
+    return recipes
 
 
 def _build_recipe(algo: AlgoConfig, of_rewards: AdvantageConfig, seq_len: int) -> Recipe:

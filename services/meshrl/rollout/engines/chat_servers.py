@@ -26,8 +26,8 @@ from verifiers.v1.types import Response, SamplingConfig
 
 from meshrl.client.backoff import Backoff
 from meshrl.rollout.config import ClientConfig
+from meshrl.rollout.engines.calls import Session, SessionBook
 from meshrl.rollout.engines.engine_table import EngineTable, Requirement
-from meshrl.rollout.engines.sessions import Session, SessionBook
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.trace import context_from
 from meshrl.wire.types import Rollout, RolloutRequest

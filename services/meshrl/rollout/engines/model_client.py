@@ -1,37 +1,42 @@
 """The model client that verifiers uses for the policy: messages to tokens, tokens to an engine, tokens back to a
 message.
 
-Fed by verifiers' interception server with one turn at a time; `rendering` makes its tokens and the router calls an
-engine. verifiers' own train client goes through a second HTTP client, keeps no policy versions and cannot choose an
-engine.
+It gets one turn at a time: from verifiers' interception server, or from an agent that plays in this process, without
+HTTP in between. `rendering` makes its tokens and the router calls an engine. verifiers' own train client goes through a
+second HTTP client, keeps no policy versions and cannot choose an engine.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Mapping
+import time
+import traceback
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import numpy as np
+from loguru import logger
 from opentelemetry.trace import SpanKind, Tracer
-from pydantic import JsonValue
+from pydantic import JsonValue, ValidationError
+from verifiers.v1 import graph
 from verifiers.v1.clients import Client, TrainClientConfig
 from verifiers.v1.clients.train import response_from_generate, serialize_completion, tool_to_wire
 from verifiers.v1.dialects import ChatDialect, Dialect
-from verifiers.v1.errors import ProviderError
+from verifiers.v1.dialects.chat import parse_message
+from verifiers.v1.errors import ProviderError, RolloutError, TaskError
 from verifiers.v1.graph import PendingTurn
 from verifiers.v1.interception import Interception, Slot
 from verifiers.v1.session import RolloutSession
-from verifiers.v1.types import Message, Response, SamplingConfig, Tool
+from verifiers.v1.trace import Error, ModelCall, TimeSpan
+from verifiers.v1.types import AssistantMessage, Message, Response, SamplingConfig, Tool, ToolMessage
 
 from meshrl.core.waiting import Pace
-from meshrl.rollout.engines.answers import SampledCompletion, read
+from meshrl.environments.harness import ChatMessage, RefusedCall
+from meshrl.rollout.engines.calls import Call, Session, SessionBook, read
 from meshrl.rollout.engines.chat_servers import ChatServers
 from meshrl.rollout.engines.logprobs_mode import reshaping
 from meshrl.rollout.engines.router import EngineRefusedError, EngineRouter
-from meshrl.rollout.engines.sessions import Call, Session, SessionBook
-from meshrl.rollout.engines.turns import DirectTurns, plays_in_process
 from meshrl.rollout.rendering.renderer import PolicyRenderer, UnrenderableError
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.trace import context_from
@@ -39,6 +44,8 @@ from meshrl.wire.types import Sampling
 
 _NEUTRAL: Mapping[str, float] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
 """Sent by default: an engine's own defaults (of a generation_config.json) would change the distribution unnoticed."""
+
+_CHAT = ChatDialect()
 
 
 class EngineClient(Client):  # type: ignore[misc]  # verifiers is untyped for the checker
@@ -112,18 +119,18 @@ class EngineClient(Client):  # type: ignore[misc]  # verifiers is untyped for th
                     "gen_ai.operation.name": "chat",
                     "gen_ai.request.model": model,
                     "gen_ai.usage.input_tokens": len(prompt.token_ids),
-                    "gen_ai.usage.output_tokens": len(sampled.token_ids),
+                    "gen_ai.usage.output_tokens": len(sampled.completion_ids),
                     "gen_ai.response.finish_reasons": (sampled.finish_reason or "",),
                     "server.address": session.engine or "",
                 }
             )
-        parsed = self._renderer.parse(sampled.token_ids, prompt.token_ids, wire_tools)
+        parsed = self._renderer.parse(sampled.completion_ids, prompt.token_ids, wire_tools)
         calls_a_tool = any(getattr(call.status, "name", "") == "OK" for call in parsed.tool_calls)
         finish_reason = "tool_calls" if sampled.finish_reason == "stop" and calls_a_tool else sampled.finish_reason
         generated = {
             "request_id": sampled.request_id,
             "prompt_ids": prompt.token_ids,
-            "completion_ids": sampled.token_ids,
+            "completion_ids": sampled.completion_ids,
             "completion_logprobs": sampled.logprobs,
             "finish_reason": finish_reason,
             "content": parsed.content,
@@ -135,7 +142,7 @@ class EngineClient(Client):  # type: ignore[misc]  # verifiers is untyped for th
 
     async def _sample(
         self, session: Session, session_id: str, model: str, prompt_ids: list[int], sampling: SamplingConfig
-    ) -> SampledCompletion:
+    ) -> Call:
         seq_len = self._seq_len if session.seq_len is None else min(session.seq_len, self._seq_len)
         room = seq_len - len(prompt_ids)
         if room < 1:
@@ -167,7 +174,7 @@ class EngineClient(Client):  # type: ignore[misc]  # verifiers is untyped for th
             await self.pace.turn()  # answers may come a thousand at a time
             sampled = read(answer)
             if session.engine is not None and answer.timing is not None:
-                self._router.engines.sampled(session.engine, answer.timing, len(sampled.token_ids))
+                self._router.engines.sampled(session.engine, answer.timing, len(sampled.completion_ids))
             session.syncs.update(part for part in answer.syncs.split(",") if part)
             for start, end, version in sampled.spans:
                 if not need.met_by(version):
@@ -184,16 +191,11 @@ class EngineClient(Client):  # type: ignore[misc]  # verifiers is untyped for th
             raise ProviderError(error.message, status_code=502) from error
         finally:
             session.doing = ""
-        kept = session.keeps_routes and sampled.routes is not None
-        session.calls.append(
-            Call(
-                completion_ids=sampled.token_ids,
-                spans=sampled.spans,
-                prompt_version=sampled.prompt_version,
-                routes=sampled.routes if kept else None,
-                tokens=np.array([*prompt_ids, *sampled.token_ids], dtype=np.int32) if kept else None,
-            )
-        )
+        if session.keeps_routes and sampled.routes is not None:
+            tokens = np.array([*prompt_ids, *sampled.completion_ids], dtype=np.int32)
+            session.calls.append(replace(sampled, tokens=tokens))
+        else:
+            session.calls.append(replace(sampled, routes=None))
         return sampled
 
     def take_here(self, run: RolloutSession) -> None:
@@ -230,3 +232,135 @@ class EngineInterception(Interception):  # type: ignore[misc]  # verifiers is un
             if ours:
                 session.client = self._client
             yield slot
+
+
+def plays_in_process(session: RolloutSession) -> bool:
+    """True when nothing stands between an agent and its model but limits and stop conditions on its trace. An agent
+    whose task rewrites or polices requests, or whose network is restricted, goes through the server."""
+    hooks = (session.request_interceptors, session.response_interceptors, session.request_stops, session.response_stops)
+    single = getattr(session.ctx.sampling, "n", None) in (None, 1)  # the server refuses more completions than one
+    return single and not any(hooks) and not session.network_policy.network_restricted
+
+
+class DirectTurns:
+    """The turns of one agent's run in this process, which go straight to the model client, without HTTP in between.
+
+    The harness (`meshrl.environments.harness`) asks for a completion here. Around it, the work of verifiers'
+    interception server is done in the same order and with the same outcome: limits and stop conditions before it, the
+    turn committed to the trace and the call recorded after it. Turns are taken one after another.
+    """
+
+    def __init__(self, session: RolloutSession, client: EngineClient) -> None:
+        self._session = session
+        self._client = client
+        self._tool_names: dict[str, str] = {}
+        try:
+            self._sampling = _CHAT.parse_sampling(session.ctx.sampling.model_dump(exclude_none=True))
+        except ValidationError:  # as the server: what cannot be recorded must not fail the call
+            self._sampling = None
+
+    def read(self, messages: Sequence[ChatMessage]) -> list[Message]:
+        typed: list[Message] = []
+        for raw in messages:
+            message = parse_message(raw)
+            if isinstance(message, ToolMessage) and message.name is None:
+                name = self._tool_names.get(message.tool_call_id)
+                message = message if name is None else message.model_copy(update={"name": name})
+            elif isinstance(message, AssistantMessage):
+                self._tool_names.update((call.id, call.name) for call in message.tool_calls or ())
+            typed.append(message)
+        return typed
+
+    async def complete(self, messages: list[Message], tools: list[Tool]) -> AssistantMessage | RefusedCall | None:
+        """One completion; None when the rollout is stopped instead. A refusal is the server's would-be answer; its
+        cause is noted for verifiers to report."""
+        session = self._session
+        if (refusal := await self._refused()) is not None:
+            return refusal
+        if session.stopped:
+            return None
+        turn = graph.prepare_turn(session.trace, messages, tools)
+        session.trace.preview(turn, turn.tail)
+        if session.on_turn_input is not None:
+            on_input, session.on_turn_input = session.on_turn_input, None
+            on_input()
+        session.error = None
+        response: Response | None = None
+        node: int | None = None
+        started_s = time.time()
+        try:
+            response = await self._client.respond(session.ctx.model, session.ctx.sampling, session.trace.id, turn)
+            if not session.stopped:
+                node = turn.commit(response)
+        except Exception as error:  # noqa: BLE001  # as the server: whatever breaks in a call is its answer
+            if isinstance(error, RolloutError):
+                session.error = error
+            self._record(started_s, response=response, error=error)
+            logger.warning("model call failed: id={} {}: {}", session.trace.id, type(error).__name__, error)
+            return _refusal(error)
+        finally:
+            if node is None:
+                turn.abandon()
+        self._record(started_s, node, response)
+        if node is None:
+            return None
+        self._tool_names.update((call.id, call.name) for call in response.message.tool_calls or ())
+        return _as_sent_back(response.message)
+
+    async def _refused(self) -> RefusedCall | None:
+        session = self._session
+        if session.stopped:
+            return None
+        try:
+            await session.refused()
+        except Exception as error:  # noqa: BLE001  # code of the task's own: the rollout fails with it
+            if not isinstance(error, RolloutError):
+                error = TaskError(f"model boundary hook failed: {type(error).__name__}: {error}")
+            session.error = error
+            logger.warning("rollout {} failed: {}: {}", session.trace.id, type(error).__name__, error)
+            return _refusal(error)
+        return None
+
+    def _record(
+        self,
+        started_s: float,
+        node: int | None = None,
+        response: Response | None = None,
+        error: Exception | None = None,
+    ) -> None:
+        trace = self._session.trace
+        told = None
+        if error is not None:
+            lines = None if isinstance(error, ProviderError) else "".join(traceback.format_exception(error))
+            told = Error(
+                type=type(error).__name__,
+                message=str(error),
+                status_code=getattr(error, "status_code", None),
+                traceback=lines,
+            )
+        trace.calls.append(
+            ModelCall(
+                node=node,
+                model=self._session.ctx.model,
+                sampling=self._sampling,
+                endpoint=_CHAT.upstream_path,
+                finish_reason=None if response is None else response.finish_reason,
+                usage=None if response is None else response.usage,
+                time=TimeSpan(start=started_s, end=time.time()),
+                error=told,
+            )
+        )
+        trace.notify()
+
+
+def _as_sent_back(message: AssistantMessage) -> AssistantMessage:
+    """The reply as the next request has it: without empty text or reasoning."""
+    content, reasoning = message.content or None, message.reasoning_content or None
+    if (content, reasoning) == (message.content, message.reasoning_content) and message.provider_state is None:
+        return message
+    return AssistantMessage(content=content, reasoning_content=reasoning, tool_calls=message.tool_calls)
+
+
+def _refusal(error: Exception) -> RefusedCall:
+    status = getattr(error, "status_code", 502) if isinstance(error, RolloutError) else 502
+    return RefusedCall(status, json.dumps(_CHAT.error_body(str(error))))

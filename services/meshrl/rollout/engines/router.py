@@ -18,13 +18,12 @@ from loguru import logger
 from meshrl.core.rpc.engine_http import engine_session
 from meshrl.core.waiting import Pulse
 from meshrl.rollout.config import ClientConfig
-from meshrl.rollout.engines.answers import ACCEPT, EngineAnswer
+from meshrl.rollout.engines.calls import ACCEPT, EngineAnswer, Session
 from meshrl.rollout.engines.capacity import NOTHING_SAID, EngineCapacity, capacity_in_metrics, capacity_of
 from meshrl.rollout.engines.engine_rate import CallTiming
 from meshrl.rollout.engines.engine_table import EngineTable, KnownEngine, Requirement
 from meshrl.rollout.engines.keys import LOCKED, key_refusal, why_locked_out
 from meshrl.rollout.engines.logprobs_mode import logprobs_mode_of
-from meshrl.rollout.engines.sessions import Session
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.trace import TRACEPARENT, current_traceparent
 

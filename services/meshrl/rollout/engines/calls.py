@@ -1,0 +1,239 @@
+"""A model call: an engine's answer, read from a completion frame or from JSON, and what an agent's run keeps of it.
+
+The model client reads the bytes that the router got, and writes each call into the session of its agent's run.
+`episodes` opens the sessions, and `samples` reads them: verifiers keeps no versions in its traces. No I/O.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshrl.rollout.engines.engine_rate import CallTiming
+from meshrl.rollout.engines.engine_table import Requirement
+from meshrl.wire import completion_frame
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.types import VersionSpan
+from meshrl.wire.types.routes import MAX_NARROW_EXPERTS, Routes, joined, narrowed
+from meshrl.wire.values import JsonObject
+
+if TYPE_CHECKING:
+    from meshrl.rollout.engines.model_client import DirectTurns
+
+ACCEPT = f"{completion_frame.MEDIA_TYPE}, application/json"
+"""Sent with every call: an engine of ours answers with a frame, any other with JSON."""
+
+MISSING_BELOW = -9999.0  # vLLM's word for "missing", since JSON has no infinity
+
+# Far apart modulo 2**63, the range that vLLM takes, so that neighbouring seeds of a group do not meet.
+CALL_STRIDE = 0x1E3779B97F4A7C15
+AGENT_STRIDE = 0x517CC1B727220A95
+
+
+@dataclass(frozen=True)
+class EngineAnswer:
+    """An engine's answer to one call: its body, and the versions known before and after the tokens were sampled."""
+
+    body: bytes
+    version_before: int | None
+    version_after: int | None
+    media_type: str = "application/json"
+    syncs: str = ""
+    """Trace contexts of the commits that brought its versions, with commas between them."""
+    timing: CallTiming | None = None
+
+
+@dataclass(frozen=True)
+class Call:
+    """A model call that an engine answered. Lists, because verifiers keeps lists. (start, end, version) spans cover its
+    sampled tokens. `prompt_version` is the oldest version that computed the prompt, if the first span has another one.
+    `routes` are the experts (N, L, K) of the last N of its `tokens`, prompt and completion, but the very last; None if
+    none came."""
+
+    completion_ids: list[int]  # (T,)
+    spans: tuple[tuple[int, int, int], ...]
+    prompt_version: int | None = None
+    routes: Routes | None = None
+    tokens: NDArray[np.int32] | None = None  # with routes
+    logprobs: list[float] = field(default_factory=list)  # (T,)
+    finish_reason: str | None = None
+    request_id: str = ""
+
+    @property
+    def version_spans(self) -> tuple[VersionSpan, ...]:
+        return tuple(
+            VersionSpan(start=start, end=end, version=version, prompt_version=None if number else self.prompt_version)
+            for number, (start, end, version) in enumerate(self.spans)
+        )
+
+
+def read(answer: EngineAnswer) -> Call:
+    """The first completion of an answer. Raises MeshError ENGINE_FAILED when it cannot be read or lacks a logprob."""
+    try:
+        return _of_frame(answer) if answer.media_type == completion_frame.MEDIA_TYPE else _of_json(answer)
+    except (ValueError, KeyError, IndexError, TypeError) as error:  # what odd JSON leads to
+        raise MeshError(Reason.ENGINE_FAILED, f"an engine's answer cannot be read: {error!r}") from error
+
+
+def _of_frame(answer: EngineAnswer) -> Call:
+    frame = completion_frame.decode(answer.body)
+    choice = frame.choices[0]
+    if choice.logprobs is None:
+        raise ValueError("a frame without logprobs")
+    _check(choice.logprobs, len(choice.token_ids))
+    spans = tuple((span.start, span.end, span.version) for span in choice.version_spans)
+    return Call(
+        request_id=frame.request_id,
+        completion_ids=choice.token_ids.tolist(),
+        logprobs=choice.logprobs.tolist(),
+        spans=spans or _assumed_spans(answer, len(choice.token_ids)),
+        finish_reason=choice.finish_reason,
+        prompt_version=choice.version_spans[0].prompt_version if choice.version_spans else None,
+        routes=choice.routed_experts,
+    )
+
+
+def _of_json(answer: EngineAnswer) -> Call:
+    payload = json.loads(answer.body)
+    choice = payload["choices"][0]
+    token_ids = [int(token) for token in choice["token_ids"]]
+    packed = choice.get("completion_logprobs")
+    if packed is not None:
+        logprobs_T = np.frombuffer(base64.b64decode(packed["data"]), dtype=packed["dtype"])
+    else:
+        content = (choice.get("logprobs") or {}).get("content") or ()
+        logprobs_T = np.array([entry["logprob"] for entry in content], dtype=np.float32)
+    _check(logprobs_T, len(token_ids))
+    spans, prompt_version = _spans_of(choice), choice.get("prompt_version")
+    return Call(
+        request_id=payload.get("request_id") or "",
+        completion_ids=token_ids,
+        logprobs=logprobs_T.tolist(),
+        spans=spans or _assumed_spans(answer, len(token_ids)),
+        finish_reason=choice.get("finish_reason"),
+        prompt_version=int(prompt_version) if spans and prompt_version not in (None, spans[0][2]) else None,
+        routes=_routes_of(choice),
+    )
+
+
+def _routes_of(choice: JsonObject) -> Routes | None:
+    """From vLLM's spelling: base64 of a .npy file of uint8 (up to 256 experts) or uint16."""
+    if (packed := choice.get("routed_experts")) is None:
+        return None
+    chosen = np.load(io.BytesIO(base64.b64decode(packed)), allow_pickle=False)
+    widest = MAX_NARROW_EXPERTS + (chosen.dtype != np.uint8 or int(chosen.max(initial=0)) >= MAX_NARROW_EXPERTS)
+    return narrowed(chosen.astype(np.int64), widest)
+
+
+def _check(logprobs_T: NDArray[np.floating], num_tokens: int) -> None:
+    if len(logprobs_T) != num_tokens:
+        raise ValueError(f"{len(logprobs_T)} logprobs for {num_tokens} sampled tokens")
+    if not (np.isfinite(logprobs_T) & (logprobs_T > MISSING_BELOW)).all():
+        raise ValueError("a sampled token has no finite logprob")
+
+
+def _spans_of(choice: JsonObject) -> tuple[tuple[int, int, int], ...]:
+    """A choice's spans, in our spelling or vLLM's; none if its versions are no numbers."""
+    if ours := choice.get("version_spans"):
+        return tuple((int(start), int(end), int(version or 0)) for start, end, version in ours)
+    named = [(span["start"], span["end"], str(span["version"])) for span in choice.get("weight_versions") or ()]
+    if all(version.isdigit() for _, _, version in named):
+        return tuple((int(start), int(end), int(version)) for start, end, version in named)
+    return ()
+
+
+def _assumed_spans(answer: EngineAnswer, num_tokens: int) -> tuple[tuple[int, int, int], ...]:
+    """For an engine that names no spans: the older of the versions known around the call."""
+    if not num_tokens:
+        return ()
+    known = [version for version in (answer.version_before, answer.version_after) if version is not None]
+    return ((0, num_tokens, min(known, default=0)),)
+
+
+@dataclass
+class Session:
+    """One agent's run, found by the id of its trace: which policy may sample it, and which version sampled each token.
+    `engine` is the URL that answered last; `failure` is why a model call could not be made. `group_id`: the rollouts of
+    a group begin with the same prompt.
+
+    `turns` takes its turns in this process; None before, or if they go over HTTP. `reachable`: set-up has come to its
+    tool servers. `doing` is its wait afterwards, as reported by its harness or model call. `stream` numbers the agent
+    runs of one rollout and `started` the model calls of this one: each call draws anew. `keeps_routes`: engines are
+    asked for the experts of its tokens. `seq_len` is the environment's own longest sequence. `syncs` are the trace
+    contexts of the commits that brought its versions. `scores_only`: nothing trains on its tokens, so the logprobs of
+    any engine will do.
+    """
+
+    requirement: Requirement = field(default_factory=Requirement)
+    stop_token_ids: tuple[int, ...] = ()
+    traceparent: str = ""
+    stream: int = 0
+    started: int = 0
+    engine: str | None = None
+    calls: list[Call] = field(default_factory=list)
+    failure: MeshError | None = None
+    scores_only: bool = False
+    reachable: bool = False
+    doing: str = ""
+    seq_len: int | None = None
+    turns: DirectTurns | None = None
+    syncs: set[str] = field(default_factory=set)
+    keeps_routes: bool = False
+    group_id: str = ""
+
+    def next_seed(self, seed: int) -> int:
+        """The seed of the next model call of a rollout with `seed`: that itself for the first, others far apart."""
+        number, self.started = self.started, self.started + 1
+        return (seed + number * CALL_STRIDE + self.stream * AGENT_STRIDE) % 2**63
+
+    def routes_from(self, prompt_ids: Sequence[int]) -> int:
+        """The first token of a prompt without known routes."""
+        prompt = np.asarray(prompt_ids, dtype=np.int32)
+        known = [
+            min(_common(prompt, call.tokens), len(call.tokens) - 1) for call in self.calls if call.tokens is not None
+        ]
+        return max(known, default=0)
+
+    def routes_of(self, token_ids: NDArray[np.int32]) -> Routes | None:
+        """(T, L, K) of a sequence, from each call that began with the same tokens; None if no call brought any. The
+        first call counts, as it sampled; missing routes are unknown."""
+        parts: list[tuple[int, Routes | None]] = []
+        end = 0
+        for call in self.calls:
+            if call.routes is None or call.tokens is None:
+                continue
+            known = min(_common(token_ids, call.tokens), len(call.tokens) - 1)
+            start = len(call.tokens) - 1 - len(call.routes)
+            if known <= max(start, end):
+                continue
+            parts.append((max(start - end, 0), None))
+            parts.append((known - max(start, end), call.routes[max(start, end) - start : known - start]))
+            end = known
+        return joined([*parts, (len(token_ids) - end, None)])
+
+
+def _common(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
+    length = min(len(one), len(other))
+    differs = np.flatnonzero(one[:length] != other[:length])
+    return int(differs[0]) if len(differs) else length
+
+
+class SessionBook(dict[str, Session]):
+    """The sessions of a model client, by the ids of the agents' traces."""
+
+    def doing(self, session_id: str, what: str) -> None:
+        """Notes the wait of the agent's harness; "" when that is over."""
+        if (session := self.get(session_id)) is not None:
+            session.doing = what
+
+    def reachable(self, session_id: str) -> None:
+        """The agent has got the address for its model calls; its tool servers start next."""
+        if (session := self.get(session_id)) is not None:
+            session.reachable = True
