@@ -9,8 +9,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from meshrl.inference.http.admin_routes import ADMIN_PATHS, AdapterBody, GroupBody
-from meshrl.inference.http.schemas import ChatBody, CompletionBody, GenerateBody, TokenSampling, WeightsBody
+from meshrl.inference.http.admin_routes import ADMIN_PATHS, AdapterBody, GroupBody, WeightsBody
+from meshrl.inference.http.schemas import ChatBody, CompletionBody
+from meshrl.inference.http.token_route import GenerateBody, TokenSampling
 
 GENERATING = ("/inference/v1/generate", "/v1/chat/completions", "/v1/completions")
 READ_ONLY = ("/health", "/ping", "/version", "/metrics", "/v1/models", "/is_sleeping")

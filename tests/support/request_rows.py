@@ -14,7 +14,8 @@ from openai.types import completion_create_params as plain_params
 from openai.types.chat import completion_create_params as chat_params
 
 from meshrl.inference.http.request_keys import OTHER_KEYS, OtherKey
-from meshrl.inference.http.schemas import ChatBody, CompletionBody, TokenSampling
+from meshrl.inference.http.schemas import ChatBody, CompletionBody
+from meshrl.inference.http.token_route import TokenSampling
 
 CHAT, PLAIN, TOKENS = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
 BODIES: dict[str, Any] = {

@@ -30,14 +30,14 @@ def misplaced(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def break_embedded() -> None:
-    from meshrl.inference.embedded import live_weights
+    from meshrl.inference.embedded import staging
 
-    class StaleWeights(live_weights.LiveWeights):
-        def swap(self, shadow: live_weights.Shadow) -> None:
+    class StaleWeights(staging.LiveWeights):
+        def swap(self, shadow: staging.Shadow) -> None:
             tensors = misplaced(shadow.tensors) if is_faulty() else shadow.tensors
-            super().swap(live_weights.Shadow(version=shadow.version, tensors=tensors))
+            super().swap(staging.Shadow(version=shadow.version, tensors=tensors))
 
-    live_weights.LiveWeights = StaleWeights  # type: ignore[misc]  # before the engine takes it
+    staging.LiveWeights = StaleWeights  # type: ignore[misc]  # before the engine takes it
 
 
 def break_vllm() -> None:

@@ -18,7 +18,7 @@ from group_senders import GroupSenders, Parcel, flipped
 from inference_kit import line_of, make_model
 from meshrl.client import WeightSyncClient
 from meshrl.inference.embedded.engine import EmbeddedEngine
-from meshrl.inference.embedded.live_weights import tensor_bytes
+from meshrl.inference.embedded.staging import tensor_bytes
 from meshrl.inference.engine import Engine, HostVersion
 from meshrl.models.state import hf_state
 from meshrl.versions.layout import dtype_name

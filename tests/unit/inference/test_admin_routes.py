@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from group_senders import GroupSenders
 from inference_kit import ClientOf, EngineFactory, full_forward, make_model
 from meshrl.inference.embedded.engine import EmbeddedEngine
-from meshrl.inference.embedded.live_weights import LiveWeights
+from meshrl.inference.embedded.staging import LiveWeights
 from meshrl.inference.http.admin_routes import ADMIN_PATHS
 from meshrl.inference.http.app import InferenceServer
 from meshrl.inference.sleep import Sleeper

@@ -12,7 +12,7 @@ import torch
 from group_senders import GroupSenders, flipped
 from inference_kit import EngineFactory, ask, complete, full_forward, make_model
 from meshrl.inference.embedded.engine import EmbeddedEngine
-from meshrl.inference.embedded.live_weights import LiveWeights
+from meshrl.inference.embedded.staging import LiveWeights
 from meshrl.inference.engine import CollectiveSupport
 from meshrl.models.state import hf_state
 from meshrl.wire.errors import MeshError, Reason

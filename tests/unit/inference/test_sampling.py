@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from meshrl.inference.embedded.sampler import BatchSampling, sample, stream_keys, uniforms
+from meshrl.inference.embedded.runner import BatchSampling, sample, stream_keys, uniforms
 
 LOGITS = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -3.0])
 DRAWS = 20_000

@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 from inference_kit import VOCAB, EngineFactory, ask, complete, full_forward, make_model
 from meshrl.inference.checkpoints import read_checkpoint
 from meshrl.inference.embedded.engine import EmbeddedEngine
-from meshrl.inference.embedded.live_weights import LiveWeights
-from meshrl.inference.embedded.staging import Staging
+from meshrl.inference.embedded.staging import LiveWeights, Staging
 from meshrl.inference.engine import HostVersion
 from meshrl.models.state import hf_state
 from meshrl.versions.layout import TORCH_DTYPES

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from meshrl.inference.embedded.live_weights import tensor_bytes
+from meshrl.inference.embedded.staging import tensor_bytes
 from meshrl.versions.files import HostBytes, Spool, empty_bytes, map_files
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import build_manifest, entries_of, plan_tensors

@@ -20,12 +20,10 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from meshrl.inference.adapters import AdapterTable, ServedAdapter
-from meshrl.inference.embedded.live_weights import LiveWeights
 from meshrl.inference.embedded.low_rank import BASE, LoadedAdapter
-from meshrl.inference.embedded.runner import make_runner
-from meshrl.inference.embedded.sampler import stream_keys
+from meshrl.inference.embedded.runner import make_runner, stream_keys
 from meshrl.inference.embedded.slots import RequestRow
-from meshrl.inference.embedded.staging import Staging
+from meshrl.inference.embedded.staging import LiveWeights, Staging
 from meshrl.inference.embedded.step_thread import StepThread
 from meshrl.inference.engine import (
     CollectiveSupport,

@@ -1,24 +1,29 @@
-"""Builds the shadow of the embedded engine: the next version's tensors, beside the live ones.
+"""The weights of the embedded engine: the live ones, and the shadow of the next version, which is built beside them.
 
-Called by the engine for its agent; the engine then swaps the shadow in. Adapters are no shadow: see `low_rank`.
+The engine stages a version for its agent, and swaps the shadow in between two steps. Adapters are no shadow: see
+`low_rank`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from loguru import logger
+from torch import nn
 
-from meshrl.inference.embedded.live_weights import LiveWeights, Shadow
 from meshrl.inference.engine import HostVersion
 from meshrl.inference.out_of_memory import named_out_of_memory
+from meshrl.models.state import hf_state
+from meshrl.versions.layout import Layout, layout_of, mismatch
 from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.manifest import digest, root_of
 from meshrl.wire.types import JoinGroup, Manifest
 
 if TYPE_CHECKING:
@@ -32,6 +37,44 @@ _REMEDY = (
     "lower inference.kv_cache_bytes, inference.max_num_seqs or inference.max_model_len, which bound the KV cache, or"
     " take a device with more memory"
 )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Shadow:
+    version: int
+    tensors: Mapping[str, torch.Tensor]
+
+
+class LiveWeights:
+    """Parameters and persistent buffers of one model, by Hugging Face name."""
+
+    def __init__(self, model: nn.Module) -> None:
+        own = dict(model.named_parameters()) | dict(model.named_buffers())
+        self._owners = {name: own[name] for name in hf_state(model)}
+        self.layout: Layout = layout_of(self._owners)
+
+    def stage(self, version: int, tensors: Mapping[str, torch.Tensor], *, copy: bool = True) -> Shadow:
+        """Takes a whole version, copied to the device of the live one unless `copy` is off. Raises MeshError
+        LAYOUT_MISMATCH naming the difference."""
+        refused = mismatch(version, self.layout, layout_of(tensors))
+        if refused is not None:
+            raise refused
+        shadow = {
+            name: tensors[name].detach().to(owner.device, copy=copy).contiguous()
+            for name, owner in self._owners.items()
+        }
+        return Shadow(version=version, tensors=shadow)
+
+    def swap(self, shadow: Shadow) -> None:
+        """Makes the shadow live by exchanging storage: no bytes move; tied modules follow their owner."""
+        with torch.no_grad():
+            for name, tensor in shadow.tensors.items():
+                self._owners[name].data = tensor
+
+    def root(self) -> bytes:
+        return root_of(
+            (name, dtype, shape, digest(tensor_bytes(self._owners[name]))) for name, dtype, shape in self.layout
+        )
 
 
 class Staging:
@@ -131,6 +174,12 @@ class BroadcastReceiver:
         if receiving is not None:
             await asyncio.wait({receiving}, timeout=GRACE_S)
         await _close(receiver)
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """Little-endian C-order bytes of a tensor, without a copy when it is contiguous on the CPU."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return memoryview(flat.numpy())  # type: ignore[arg-type]  # numpy arrays are buffers; its stubs say so from 3.12 on
 
 
 async def _close(receiver: Receiver) -> None:

@@ -16,10 +16,20 @@ from pydantic import BaseModel, ConfigDict, Field
 from meshrl.inference.agent.follower import HubFollower
 from meshrl.inference.checkpoints import WeightLoader
 from meshrl.inference.engine import Engine
-from meshrl.inference.http.schemas import WeightsBody, parse
+from meshrl.inference.http.runs import parse
 from meshrl.machine.addresses import address_of
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import JoinGroup
+
+
+class WeightsBody(BaseModel):
+    """POST /update_weights: a Hugging Face checkpoint folder, under either name, and what to call it."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    weight_dir: str | None = None
+    path: str | None = None
+    version: int | None = Field(default=None, ge=0)
 
 
 class AdapterBody(BaseModel):

@@ -1,6 +1,9 @@
-"""Runs the completions of one HTTP request on the engine, within its deadline, and joins their chunks.
+"""Runs the completions of one HTTP request on the engine: checks its keys, keeps its deadline, joins their chunks.
 
-Shared by the routes, which write the result as JSON, as a frame or as a stream.
+Shared by the routes, which write the result as JSON, as a frame or as a stream. They read the keys that have a field in
+their body. `request_keys` decides about all others: a key that would change the samples is refused unless its value is
+neutral. A key of no known API is refused in `sampling_params`, and logged on the text routes, whose clients send more
+than an engine needs.
 """
 
 from __future__ import annotations
@@ -12,16 +15,16 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 import numpy as np
 from aiohttp import web
 from loguru import logger
 from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
-from meshrl.inference.engine import Engine, FinishReason, GenerateRequest, TokenChunk
-from meshrl.inference.http.request_keys import unknown
-from meshrl.inference.http.schemas import RequestBody, parse
+from meshrl.inference.engine import Engine, FinishReason, GenerateRequest, SamplingParams, TokenChunk
+from meshrl.inference.http.request_keys import UNCONSTRAINED, refusals, unknown
 from meshrl.inference.http.spans import CompletionSpans
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import VersionSpan
@@ -37,9 +40,117 @@ REMOVED_LOGPROB = -9999.0  # what vLLM says for a candidate that top_k, top_p or
 MOST_UNKNOWN = 1000
 """Most unknown keys that are logged."""
 
-Body = TypeVar("Body", bound=RequestBody)
+MAX_COMPLETIONS = 128
+MAX_ALTERNATIVES = 64
+_SEED_STRIDE = 0x9E3779B97F4A7C15  # completions of one request draw from streams far apart
+
+_AS_THEY_ARE = (
+    "temperature", "top_p", "min_p", "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "logit_bias", "ignore_eos", "prompt_logprobs",
+)  # fmt: skip
+"""Keys that requests and `SamplingParams` have in the same form."""
+
+Bias = Annotated[float, Field(ge=-100.0, le=100.0, allow_inf_nan=False)]
+Parsed = TypeVar("Parsed", bound=BaseModel)
+Body = TypeVar("Body", bound="RequestBody")
 Result = TypeVar("Result")
 Scalar = TypeVar("Scalar", bound=np.generic)
+
+
+class RequestBody(BaseModel):
+    """A part of a request whose other keys are kept, to be checked. A null key has its default."""
+
+    model_config = ConfigDict(extra="allow")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_the_default(cls, keys: Any) -> Any:
+        if not isinstance(keys, dict):
+            return keys
+        defaults = {name: field.default for name, field in cls.model_fields.items() if not field.is_required()}
+        nullable = {"max_tokens"}  # without a limit, which is not the default of every route
+        return {
+            name: value
+            for name, value in keys.items()
+            if value is not None or name in nullable or defaults.get(name, ...) in (None, ...)
+        }
+
+    @property
+    def other_keys(self) -> dict[str, JsonValue]:
+        return self.model_extra or {}
+
+
+class SamplingFields(RequestBody):
+    """Sampling keys shared by every route, in vLLM's names and with its neutral values."""
+
+    n: int = Field(default=1, ge=1, le=MAX_COMPLETIONS)
+    temperature: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    top_k: int = Field(default=0, ge=-1, le=2**31 - 1)
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    min_tokens: int = Field(default=0, ge=0)
+    max_tokens: int | None = Field(default=None, ge=1)
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0, allow_inf_nan=False)
+    frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0, allow_inf_nan=False)
+    repetition_penalty: float = Field(default=1.0, gt=0.0, le=10.0, allow_inf_nan=False)
+    logit_bias: dict[int, Bias] = {}
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_ALTERNATIVES)
+    extra_args: dict[str, JsonValue] | None = None
+
+    @model_validator(mode="after")
+    def _samples_as_asked(self) -> Self:
+        if found := refusals(self.other_keys, n=self.n):
+            raise ValueError("; ".join(found))
+        return self
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return tuple(text for text in stops if text)
+
+    def params(
+        self, *, most: int, index: int, logprobs: bool, top_logprobs: int, routes_from: int | None = None
+    ) -> SamplingParams:
+        """Parameters of the index-th completion, without max_tokens for `most` tokens.
+
+        Without `logprobs` an engine may be much faster.
+        """
+        raw_logprobs = bool((self.extra_args or {}).get("raw_logprobs"))
+        return SamplingParams(
+            **{name: getattr(self, name) for name in _AS_THEY_ARE},
+            max_tokens=self.max_tokens or most,
+            top_k=max(self.top_k, 0),
+            stop_token_ids=tuple(self.stop_token_ids),
+            seed=None if self.seed is None else (self.seed + index * _SEED_STRIDE) % 2**64,
+            logprobs=logprobs or raw_logprobs,
+            top_logprobs=top_logprobs,
+            raw_logprobs=raw_logprobs,
+            routed_experts_prompt_start=routes_from,
+        )
+
+
+def refuse_constraints(response_format: JsonValue, structured_outputs: JsonValue) -> None:
+    if response_format not in (None, {"type": "text"}):
+        raise ValueError(f"response_format is not supported: {UNCONSTRAINED}")
+    if structured_outputs:
+        raise ValueError(f"structured_outputs is not supported: {UNCONSTRAINED}")
+
+
+def parse(kind: type[Parsed], raw: bytes) -> Parsed:
+    """Raises: MeshError INVALID_REQUEST that lists every violation with its key."""
+    try:
+        return kind.model_validate_json(raw)
+    except ValidationError as error:
+        found = [
+            f"{'.'.join(str(part) for part in each['loc']) or 'body'}: {each['msg'].removeprefix('Value error, ')}"
+            for each in error.errors(include_url=False, include_input=False)
+        ]
+        raise MeshError(Reason.INVALID_REQUEST, "; ".join(found[:10])) from error
 
 
 def join(chunks: Sequence[TokenChunk]) -> TokenChunk:

@@ -1,176 +1,12 @@
-"""Request bodies of the HTTP routes: checked, then turned into the engine's own request types.
-
-The routes read the keys that have a field here. `request_keys` decides about all others: a key that would change the
-samples is refused unless its value is neutral. A key of no known API is refused in `sampling_params`, and logged on the
-text routes, whose clients send more than an engine needs.
-"""
+"""Request bodies of the text routes, whose other keys are checked by `request_keys`."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
-from meshrl.inference.engine import SamplingParams
-from meshrl.inference.http.request_keys import CHAT_KEYS, UNCONSTRAINED, no_such_key, refusals, unknown
-from meshrl.wire.errors import MeshError, Reason
-
-MAX_COMPLETIONS = 128
-MAX_ALTERNATIVES = 64
-_SEED_STRIDE = 0x9E3779B97F4A7C15  # completions of one request draw from streams far apart
-
-_AS_THEY_ARE = (
-    "temperature", "top_p", "min_p", "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "logit_bias", "ignore_eos", "prompt_logprobs",
-)  # fmt: skip
-"""Keys that requests and `SamplingParams` have in the same form."""
-
-Body = TypeVar("Body", bound=BaseModel)
-Bias = Annotated[float, Field(ge=-100.0, le=100.0, allow_inf_nan=False)]
-
-
-def _refuse_constraints(response_format: JsonValue, structured_outputs: JsonValue) -> None:
-    if response_format not in (None, {"type": "text"}):
-        raise ValueError(f"response_format is not supported: {UNCONSTRAINED}")
-    if structured_outputs:
-        raise ValueError(f"structured_outputs is not supported: {UNCONSTRAINED}")
-
-
-class RequestBody(BaseModel):
-    """A part of a request whose other keys are kept, to be checked. A null key has its default."""
-
-    model_config = ConfigDict(extra="allow")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _null_is_the_default(cls, keys: Any) -> Any:
-        if not isinstance(keys, dict):
-            return keys
-        defaults = {name: field.default for name, field in cls.model_fields.items() if not field.is_required()}
-        nullable = {"max_tokens"}  # without a limit, which is not the default of every route
-        return {
-            name: value
-            for name, value in keys.items()
-            if value is not None or name in nullable or defaults.get(name, ...) in (None, ...)
-        }
-
-    @property
-    def other_keys(self) -> dict[str, JsonValue]:
-        return self.model_extra or {}
-
-
-class SamplingFields(RequestBody):
-    """Sampling keys shared by every route, in vLLM's names and with its neutral values."""
-
-    n: int = Field(default=1, ge=1, le=MAX_COMPLETIONS)
-    temperature: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    top_k: int = Field(default=0, ge=-1, le=2**31 - 1)
-    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
-    min_tokens: int = Field(default=0, ge=0)
-    max_tokens: int | None = Field(default=None, ge=1)
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] = []
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0, allow_inf_nan=False)
-    frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0, allow_inf_nan=False)
-    repetition_penalty: float = Field(default=1.0, gt=0.0, le=10.0, allow_inf_nan=False)
-    logit_bias: dict[int, Bias] = {}
-    prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_ALTERNATIVES)
-    extra_args: dict[str, JsonValue] | None = None
-
-    @model_validator(mode="after")
-    def _samples_as_asked(self) -> Self:
-        if found := refusals(self.other_keys, n=self.n):
-            raise ValueError("; ".join(found))
-        return self
-
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return tuple(text for text in stops if text)
-
-    def params(
-        self, *, most: int, index: int, logprobs: bool, top_logprobs: int, routes_from: int | None = None
-    ) -> SamplingParams:
-        """Parameters of the index-th completion, without max_tokens for `most` tokens.
-
-        Without `logprobs` an engine may be much faster.
-        """
-        raw_logprobs = bool((self.extra_args or {}).get("raw_logprobs"))
-        return SamplingParams(
-            **{name: getattr(self, name) for name in _AS_THEY_ARE},
-            max_tokens=self.max_tokens or most,
-            top_k=max(self.top_k, 0),
-            stop_token_ids=tuple(self.stop_token_ids),
-            seed=None if self.seed is None else (self.seed + index * _SEED_STRIDE) % 2**64,
-            logprobs=logprobs or raw_logprobs,
-            top_logprobs=top_logprobs,
-            raw_logprobs=raw_logprobs,
-            routed_experts_prompt_start=routes_from,
-        )
-
-
-class TokenSampling(SamplingFields):
-    """`sampling_params` of the token-in route. `logprobs` 1 reports the sampled token, k > 1 also k alternatives; so do
-    `prompt_logprobs` for the tokens of the prompt."""
-
-    logprobs: int | None = Field(default=None, ge=0, le=MAX_ALTERNATIVES)
-    routed_experts_prompt_start: int | None = Field(default=None, ge=0)
-    response_format: JsonValue = None
-    structured_outputs: JsonValue = None
-
-    @model_validator(mode="after")
-    def _known(self) -> Self:
-        _refuse_constraints(self.response_format, self.structured_outputs)
-        if refused := refusals(self.other_keys, table=CHAT_KEYS):
-            raise ValueError("; ".join(refused))
-        if found := unknown(self.other_keys.keys() - CHAT_KEYS):
-            raise ValueError("; ".join(no_such_key(name, type(self).model_fields) for name in found))
-        return self
-
-    @property
-    def alternatives(self) -> int:
-        return self.logprobs if self.logprobs is not None and self.logprobs > 1 else 0
-
-    @property
-    def packed_only(self) -> bool:
-        """Whether the caller reads `completion_logprobs` and wants no JSON entry a token."""
-        return bool((self.extra_args or {}).get("packed_logprobs"))
-
-    @property
-    def fits_a_frame(self) -> bool:
-        """Whether a completion frame can carry the whole answer."""
-        return self.alternatives == 0 and self.prompt_logprobs is None
-
-
-class GenerateBody(RequestBody):
-    model: str | None = None
-    request_id: str | None = None
-    token_ids: list[int]
-    sampling_params: TokenSampling = TokenSampling()
-    stream: bool = False
-    return_token_ids: bool = False
-    features: dict[str, JsonValue] | None = None
-    content_parts: list[JsonValue] | None = None
-
-    @model_validator(mode="after")
-    def _samples_as_asked(self) -> Self:
-        misplaced = [name for name in self.other_keys if name in TokenSampling.model_fields]
-        found = [f"{name}: belongs into sampling_params" for name in misplaced] + refusals(self.other_keys)
-        if found:
-            raise ValueError("; ".join(found))
-        return self
-
-    @model_validator(mode="after")
-    def _text_only(self) -> Self:
-        if self.features or self.content_parts:
-            raise ValueError("features and content_parts carry images or audio; this engine serves text models only")
-        if self.sampling_params.stop_strings:
-            raise ValueError("sampling_params.stop needs text, this route speaks token ids; use stop_token_ids")
-        return self
+from meshrl.inference.http.runs import MAX_ALTERNATIVES, RequestBody, SamplingFields, refuse_constraints
 
 
 class StreamOptions(RequestBody):
@@ -200,7 +36,7 @@ class _TextBody(SamplingFields):
         if self.prompt_logprobs is not None:
             raise ValueError("prompt_logprobs is answered by /inference/v1/generate only; leave it out here")
         self.max_tokens = self.max_tokens or self.max_completion_tokens
-        _refuse_constraints(self.response_format, self.structured_outputs)
+        refuse_constraints(self.response_format, self.structured_outputs)
         return self
 
 
@@ -269,25 +105,3 @@ class CompletionBody(_TextBody):
     echo: Literal[False] = False
     suffix: None = None
     add_special_tokens: bool = True
-
-
-class WeightsBody(BaseModel):
-    """POST /update_weights: a Hugging Face checkpoint folder, under either name, and what to call it."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    weight_dir: str | None = None
-    path: str | None = None
-    version: int | None = Field(default=None, ge=0)
-
-
-def parse(kind: type[Body], raw: bytes) -> Body:
-    """Raises: MeshError INVALID_REQUEST that lists every violation with its key."""
-    try:
-        return kind.model_validate_json(raw)
-    except ValidationError as error:
-        found = [
-            f"{'.'.join(str(part) for part in each['loc']) or 'body'}: {each['msg'].removeprefix('Value error, ')}"
-            for each in error.errors(include_url=False, include_input=False)
-        ]
-        raise MeshError(Reason.INVALID_REQUEST, "; ".join(found[:10])) from error

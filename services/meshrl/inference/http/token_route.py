@@ -19,27 +19,93 @@ import math
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from typing import Self
 
 import numpy as np
 from aiohttp import web
 from numpy.typing import NDArray
+from pydantic import Field, JsonValue, model_validator
 
 from meshrl.inference.engine import GenerateRequest, PromptLogprobs, TokenChunk
+from meshrl.inference.http.request_keys import CHAT_KEYS, no_such_key, refusals, unknown
 from meshrl.inference.http.runs import (
+    MAX_ALTERNATIVES,
     SYNCS_HEADER,
+    RequestBody,
+    SamplingFields,
     Serving,
     gather,
     interleave,
     join,
     json_answer,
+    refuse_constraints,
     said,
     send_events,
     spans_json,
     version_headers,
 )
-from meshrl.inference.http.schemas import GenerateBody, TokenSampling
 from meshrl.wire.completion_frame import MEDIA_TYPE, CompletionFrame, FrameChoice, encode
 from meshrl.wire.errors import MeshError, Reason
+
+
+class TokenSampling(SamplingFields):
+    """`sampling_params` of the token-in route. `logprobs` 1 reports the sampled token, k > 1 also k alternatives; so do
+    `prompt_logprobs` for the tokens of the prompt."""
+
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_ALTERNATIVES)
+    routed_experts_prompt_start: int | None = Field(default=None, ge=0)
+    response_format: JsonValue = None
+    structured_outputs: JsonValue = None
+
+    @model_validator(mode="after")
+    def _known(self) -> Self:
+        refuse_constraints(self.response_format, self.structured_outputs)
+        if refused := refusals(self.other_keys, table=CHAT_KEYS):
+            raise ValueError("; ".join(refused))
+        if found := unknown(self.other_keys.keys() - CHAT_KEYS):
+            raise ValueError("; ".join(no_such_key(name, type(self).model_fields) for name in found))
+        return self
+
+    @property
+    def alternatives(self) -> int:
+        return self.logprobs if self.logprobs is not None and self.logprobs > 1 else 0
+
+    @property
+    def packed_only(self) -> bool:
+        """Whether the caller reads `completion_logprobs` and wants no JSON entry a token."""
+        return bool((self.extra_args or {}).get("packed_logprobs"))
+
+    @property
+    def fits_a_frame(self) -> bool:
+        """Whether a completion frame can carry the whole answer."""
+        return self.alternatives == 0 and self.prompt_logprobs is None
+
+
+class GenerateBody(RequestBody):
+    model: str | None = None
+    request_id: str | None = None
+    token_ids: list[int]
+    sampling_params: TokenSampling = TokenSampling()
+    stream: bool = False
+    return_token_ids: bool = False
+    features: dict[str, JsonValue] | None = None
+    content_parts: list[JsonValue] | None = None
+
+    @model_validator(mode="after")
+    def _samples_as_asked(self) -> Self:
+        misplaced = [name for name in self.other_keys if name in TokenSampling.model_fields]
+        found = [f"{name}: belongs into sampling_params" for name in misplaced] + refusals(self.other_keys)
+        if found:
+            raise ValueError("; ".join(found))
+        return self
+
+    @model_validator(mode="after")
+    def _text_only(self) -> Self:
+        if self.features or self.content_parts:
+            raise ValueError("features and content_parts carry images or audio; this engine serves text models only")
+        if self.sampling_params.stop_strings:
+            raise ValueError("sampling_params.stop needs text, this route speaks token ids; use stop_token_ids")
+        return self
 
 
 class TokenRoute:
