@@ -19,7 +19,7 @@ from pathlib import Path
 from loguru import logger
 
 from meshrl.weights.config import WeightsConfig
-from meshrl.weights.coordinator.engine_groups import GroupRequest
+from meshrl.weights.coordinator.engine_groups import BroadcastRequest
 from meshrl.weights.hub import LOG_FILE, Hub
 from meshrl.weights.main import build_hub
 from meshrl.wire.manifest import artifact_id, build_manifest
@@ -152,7 +152,7 @@ async def measure(num_engines: int, num_versions: int, folder: Path) -> None:
 
 
 async def open_group(hub: Hub, engines: Engines) -> None:
-    request = GroupRequest(
+    request = BroadcastRequest(
         request_id="group", run_id="run", epoch=1, store_address="h:1", backend="gloo", num_senders=1, deadline_s=60.0
     )
     await hub.open_group(request)

@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from meshrl.inference.http.admin_routes import ADMIN_PATHS, AdapterBody, GroupBody, WeightsBody
+from meshrl.inference.http.admin_routes import ADMIN_PATHS, AdapterBody, BroadcasterBody, WeightsBody
 from meshrl.inference.http.schemas import ChatBody, CompletionBody
 from meshrl.inference.http.token_route import GenerateBody, TokenSampling
 
@@ -36,7 +36,7 @@ BODIES = {
     "/v1/completions": CompletionBody,
     "/update_weights": WeightsBody,
     "/load_lora_adapter": AdapterBody,
-    "/init_broadcaster": GroupBody,
+    "/init_broadcaster": BroadcasterBody,
 }
 RAW = (
     b"GET / HTTP/9.9\r\n\r\n",

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshrl.rollout.groups import GroupTable, Outcome
+from meshrl.rollout.groups import Admissions, Outcome
 from meshrl.wire.errors import MeshError
 from meshrl.wire.types import RolloutRequest
 
@@ -20,7 +20,7 @@ steps = st.lists(
 @settings(max_examples=200, deadline=None)
 @given(running=st.integers(1, 5), queued=st.integers(0, 6), events=steps)
 def test_every_rollout_is_counted_once_and_the_limits_hold(running: int, queued: int, events: list[tuple]):
-    table = GroupTable(max_concurrent=running, max_queued=queued)
+    table = Admissions(max_concurrent=running, max_queued=queued)
     admitted, playing = [], []
     for now, event in enumerate(events):
         if event[0] == "admit":

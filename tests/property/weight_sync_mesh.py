@@ -13,7 +13,7 @@ from hypothesis.stateful import rule
 
 from hub_rules import LAYOUT
 from meshrl.inference.agent import states as agent
-from meshrl.weights.coordinator.engine_groups import GroupRequest
+from meshrl.weights.coordinator.engine_groups import BroadcastRequest
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import (
     AgentFault,
@@ -40,7 +40,7 @@ class SimulatedMesh(SimulatedHub):
             return
         run_id = self.RUNS[0]
         self.groups += 1
-        request = GroupRequest(
+        request = BroadcastRequest(
             request_id=f"group-{self.groups}",
             run_id=run_id,
             epoch=self.epoch[run_id],

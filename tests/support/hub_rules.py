@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from meshrl.weights.coordinator.coordinator import Coordinator
-from meshrl.weights.coordinator.engine_groups import GroupRequest
+from meshrl.weights.coordinator.engine_groups import BroadcastRequest
 from meshrl.weights.coordinator.line import LineLimits
 from meshrl.weights.coordinator.states import Action, Answer, Save, Send
 from meshrl.wire.errors import MeshError
@@ -122,7 +122,7 @@ class Hub:
             "num_senders": 1,
             "deadline_s": 30.0,
         }
-        opened, actions = self.rules.open_group(GroupRequest(**{**fields, **more}), self.now_s, self.now_s + 1e9)
+        opened, actions = self.rules.open_group(BroadcastRequest(**{**fields, **more}), self.now_s, self.now_s + 1e9)
         self.take(actions)
         return opened
 

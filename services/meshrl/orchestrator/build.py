@@ -25,7 +25,7 @@ from meshrl.orchestrator.work.batches import Recipes
 from meshrl.orchestrator.work.plan import PlanLimits, StalenessLaw, TaskSchedule, TrainSource, WorkPlan
 from meshrl.orchestrator.work.screening import screen_finished
 from meshrl.sampling.retry import RunError
-from meshrl.sampling.sampler import GroupSampler
+from meshrl.sampling.sampler import RolloutSampler
 from meshrl.wire.types import ActivationPolicy
 
 
@@ -90,7 +90,7 @@ def build_loop(
     )
     scorer = build_scorer(recipes.by_environment, config.teachers, services.weights, engine_pool=config.engine_pool)
     deadlines, envs = config.deadlines, config.train.env
-    sampler = GroupSampler(
+    sampler = RolloutSampler(
         services.rollouts,
         group_s=deadlines.group_s,
         retry_s=deadlines.retry_s,
@@ -118,7 +118,7 @@ def build_loop(
             services=config.services.rollout,
             clock=clock,
         ),
-        teacher=GroupSampler(services.teachers, group_s=deadlines.group_s, retry_s=deadlines.retry_s, clock=clock),
+        teacher=RolloutSampler(services.teachers, group_s=deadlines.group_s, retry_s=deadlines.retry_s, clock=clock),
     )
     uploader = BatchUploader(services.trainer, run, deadlines=deadlines, clock=clock)
     relay = VersionRelay(

@@ -23,11 +23,11 @@ from meshrl.client.backoff import Backoff
 from meshrl.core.clock import Clock
 from meshrl.core.config.schema import flag
 from meshrl.orchestrator.run import Run
-from meshrl.orchestrator.teachers.scorer import GroupScorer
+from meshrl.orchestrator.teachers.scorer import RolloutScorer
 from meshrl.orchestrator.work.screening import DropReason
 from meshrl.sampling.groups import GroupTicket, RolloutGroup, TaskRef
 from meshrl.sampling.retry import AWAY, RunError
-from meshrl.sampling.sampler import GroupSampler, Problems
+from meshrl.sampling.sampler import Problems, RolloutSampler
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.trainable import rollout_problems
 from meshrl.wire.types import Rollout, RolloutEvent, RoutedShape, Sampling
@@ -67,12 +67,12 @@ class Dispatcher:
     def __init__(
         self,
         run: Run,
-        sampler: GroupSampler,
+        sampler: RolloutSampler,
         settings: DispatchSettings,
         *,
-        scorer: GroupScorer,
+        scorer: RolloutScorer,
         lost: LossLimit,
-        teacher: GroupSampler,
+        teacher: RolloutSampler,
     ) -> None:
         """`teacher` samples environments that a teacher plays."""
         self._run = run

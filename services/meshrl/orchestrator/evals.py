@@ -19,7 +19,7 @@ from meshrl.orchestrator.config import EvalConfig, EvalEnvConfig
 from meshrl.orchestrator.run import Run
 from meshrl.sampling.groups import GroupTicket, RolloutGroup, TaskRef, eval_metrics, rollout_seed
 from meshrl.sampling.retry import RunError
-from meshrl.sampling.sampler import GroupSampler
+from meshrl.sampling.sampler import RolloutSampler
 from meshrl.wire.trace import current_traceparent
 from meshrl.wire.types import EnvironmentInfo, Sampling
 
@@ -34,7 +34,7 @@ class Evaluator:
         self,
         run: Run,
         config: EvalConfig | None,
-        sampler: GroupSampler,
+        sampler: RolloutSampler,
         environments: Mapping[str, EnvironmentInfo],
         *,
         deadline_s: float,

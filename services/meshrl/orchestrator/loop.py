@@ -29,7 +29,7 @@ from meshrl.orchestrator.finish import StepFinisher
 from meshrl.orchestrator.peers.batch_uploader import BatchRefusal, BatchUploader
 from meshrl.orchestrator.peers.version_relay import VersionRelay
 from meshrl.orchestrator.run import Run
-from meshrl.orchestrator.teachers.scorer import GroupScorer
+from meshrl.orchestrator.teachers.scorer import RolloutScorer
 from meshrl.orchestrator.work.batches import AssembledBatch, Recipes, SubmittedStep, assemble, at_fault, split_groups
 from meshrl.orchestrator.work.screening import DropReason
 from meshrl.sampling.groups import RolloutGroup
@@ -63,7 +63,7 @@ class RunLoop:
         trainer: TrainerInfo,
         *,
         recipes: Recipes,
-        scorer: GroupScorer,
+        scorer: RolloutScorer,
         dispatcher: Dispatcher,
         uploader: BatchUploader,
         relay: VersionRelay,

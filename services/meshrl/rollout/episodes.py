@@ -1,6 +1,6 @@
 """Plays the episodes of one group in this process: from its task to rollouts that training can use.
 
-Called by `group_runner`. `hosting` runs verifiers' side of an episode, the model client in `engines` samples its turns
+Called by `runner`. `hosting` runs verifiers' side of an episode, the model client in `engines` samples its turns
 and writes each call into a session, `samples` makes rollouts of both.
 """
 
@@ -64,7 +64,7 @@ class EpisodePlayer:
     def info(self) -> EnvironmentInfo:
         return self.hosted.info
 
-    async def open(self, request: RolloutRequest) -> GroupEpisodes:
+    async def open(self, request: RolloutRequest) -> LocalEpisodes:
         """Finds the group's task. Raises MeshError UNKNOWN_TASK, INVALID_REQUEST or ENVIRONMENT_FAILED as `TaskSource`
         does."""
         if self.text is None:
@@ -74,13 +74,13 @@ class EpisodePlayer:
             task = tasks.of_payload(request.task_payload)
         else:
             task = await tasks.at(request.task_index or 0)
-        return GroupEpisodes(self, task, request)
+        return LocalEpisodes(self, task, request)
 
     def opening(self, request: RolloutRequest) -> str:
         return f"task {request.task_index} of {self.hosted.name} was still being drawn; a later group may get it"
 
 
-class GroupEpisodes:
+class LocalEpisodes:
     late_s = 0.0
 
     def __init__(self, player: EpisodePlayer, task: Task, request: RolloutRequest) -> None:

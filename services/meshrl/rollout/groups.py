@@ -1,7 +1,7 @@
 """Admits groups, starts their rollouts in order, and counts how each ends. No I/O, no clock: the time comes with each
 event.
 
-Used by `group_runner` alone. A rollout goes waiting -> running -> finished | failed | cancelled, and a waiting one may
+Used by `runner` alone. A rollout goes waiting -> running -> finished | failed | cancelled, and a waiting one may
 fail or be cancelled too; it is counted once.
 """
 
@@ -51,7 +51,7 @@ class AdmittedGroup:
         )
 
 
-class GroupTable:
+class Admissions:
     """All groups of a server, with at most `max_concurrent` rollouts running and `max_queued` waiting. A free place
     goes to the oldest group of the run with the fewest rollouts running. `max_per_run`: how many rollouts of one run
     may run and wait; None: as many as of all. `one_call_a_group`: refuse a group_id that runs; False for a worker

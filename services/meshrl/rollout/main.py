@@ -29,10 +29,10 @@ from meshrl.rollout.engines.capacity import RolloutLimit
 from meshrl.rollout.engines.connect import connect_servers
 from meshrl.rollout.exchange.spool import ResultSpool
 from meshrl.rollout.exchange.worker import ExchangeWorker
-from meshrl.rollout.group_runner import GroupRunner
-from meshrl.rollout.groups import GroupTable
+from meshrl.rollout.groups import Admissions
 from meshrl.rollout.metrics import RolloutMetrics
 from meshrl.rollout.player import Player
+from meshrl.rollout.runner import RolloutRunner
 from meshrl.rollout.service import SERVICE, RolloutServicer, add_to_server
 from meshrl.rollout.workers.fleet import PooledPlayer, WorkerFleet
 from meshrl.rollout.workers.outputs import log_environments
@@ -79,7 +79,7 @@ async def serve(config: RolloutConfig, stop: asyncio.Event, tracer: Tracer) -> i
 
 
 async def _listen(
-    server: GrpcServer, port: int, runner: GroupRunner, stop: asyncio.Event, drain_s: float, tracer: Tracer
+    server: GrpcServer, port: int, runner: RolloutRunner, stop: asyncio.Event, drain_s: float, tracer: Tracer
 ) -> None:
     server.set_serving()
     say_ready(tracer)
@@ -91,7 +91,7 @@ async def _listen(
 
 
 async def _dial(
-    worker: ExchangeWorker, address: str, runner: GroupRunner, stop: asyncio.Event, drain_s: float, tracer: Tracer
+    worker: ExchangeWorker, address: str, runner: RolloutRunner, stop: asyncio.Event, drain_s: float, tracer: Tracer
 ) -> None:
     running = asyncio.create_task(worker.run())
     try:
@@ -112,12 +112,12 @@ async def _dial(
         await asyncio.wait({running})
 
 
-async def build(config: RolloutConfig, stack: AsyncExitStack, tracer: Tracer) -> GroupRunner:
+async def build(config: RolloutConfig, stack: AsyncExitStack, tracer: Tracer) -> RolloutRunner:
     """Connects the engines and builds the players; `stack` closes both. Raises ConfigError."""
     log_environments(config.env, config.output_dir)
     servers = await connect_servers(config.client, config.engine_urls, config.weights, stack, tracer)
     limit = RolloutLimit(None if config.max_concurrent == "auto" else config.max_concurrent)
-    table = GroupTable(
+    table = Admissions(
         max_concurrent=limit.rollouts, max_queued=config.max_queued, max_per_run=config.max_concurrent_per_run
     )
     registry_of(tracer).register(RolloutMetrics(table))
@@ -136,7 +136,7 @@ async def build(config: RolloutConfig, stack: AsyncExitStack, tracer: Tracer) ->
             from meshrl.rollout.local import open_players  # imports verifiers, which takes seconds
 
         players |= await open_players(config, here, servers, stack, tracer)
-    return GroupRunner({name: players[name] for name in names}, table, servers, limit, in_flight=fleet.in_flight)
+    return RolloutRunner({name: players[name] for name in names}, table, servers, limit, in_flight=fleet.in_flight)
 
 
 if __name__ == "__main__":

@@ -5,13 +5,13 @@ from __future__ import annotations
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from meshrl.rollout.groups import GroupTable
+from meshrl.rollout.groups import Admissions
 
 
 class RolloutMetrics(Collector):
     """Looks at the groups anew for each scrape, from its thread; totals count from the service's start."""
 
-    def __init__(self, table: GroupTable) -> None:
+    def __init__(self, table: Admissions) -> None:
         self._table = table
 
     def collect(self) -> list[Metric]:

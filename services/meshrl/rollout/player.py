@@ -1,4 +1,4 @@
-"""The interface between `group_runner` and what plays rollouts: players, the groups they open, and their results.
+"""The interface between `runner` and what plays rollouts: players, the groups they open, and their results.
 
 `episodes` implements it for this process, `workers.fleet` for worker processes.
 """
@@ -32,7 +32,7 @@ def refuse_unknown(environment: str, num_tasks: int | None, index: int) -> None:
         raise MeshError(Reason.UNKNOWN_TASK, f"{environment} has {num_tasks} tasks, there is no task {index}")
 
 
-class PlayableGroup(Protocol):
+class Episodes(Protocol):
     late_s: float
     """How long after the group's deadline the runner ends the rest of it: 0, or more for players that end it themselves
     and know better what it was doing."""
@@ -52,7 +52,7 @@ class Player(Protocol):
     @property
     def info(self) -> EnvironmentInfo: ...
 
-    async def open(self, request: RolloutRequest) -> PlayableGroup:
+    async def open(self, request: RolloutRequest) -> Episodes:
         """Makes the group playable; the caller keeps the deadline. Raises MeshError for one that cannot be played."""
 
     def opening(self, request: RolloutRequest) -> str:

@@ -10,8 +10,8 @@ import grpc.aio
 from loguru import logger
 
 from meshrl.core.rpc.first_answers import FirstAnswers
-from meshrl.rollout.group_runner import GroupRunner
-from meshrl.rollout.streams import GroupStreams
+from meshrl.rollout.runner import RolloutRunner
+from meshrl.rollout.streams import ResumableStreams
 from meshrl.v1 import rollout_pb2 as pb
 from meshrl.v1 import rollout_pb2_grpc as pb_grpc
 from meshrl.wire import convert
@@ -38,13 +38,13 @@ def add_to_server(servicer: RolloutServicer, server: grpc.aio.Server) -> None:
 
 
 class RolloutServicer(pb_grpc.RolloutServiceServicer):
-    """Thin: `group_runner` and `groups` decide, and `streams` for calls that attach again."""
+    """Thin: `runner` and `groups` decide, and `streams` for calls that attach again."""
 
-    def __init__(self, runner: GroupRunner, on_drained: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, runner: RolloutRunner, on_drained: Callable[[], None] = lambda: None) -> None:
         """`on_drained` is called once a client's Drain has ended every group."""
         self._runner = runner
         self._on_drained = on_drained
-        self._streams = GroupStreams(runner.run)
+        self._streams = ResumableStreams(runner.run)
         self._cancels: FirstAnswers[int] = FirstAnswers()
 
     async def ListEnvironments(  # noqa: N802  # the name of the RPC

@@ -1,6 +1,6 @@
 """Streams of groups that outlive their connection: events are numbered and kept, and a caller attaches again.
 
-consumes   the events of each group, from `group_runner`
+consumes   the events of each group, from `runner`
 produces   numbered messages for `service`, from any number that is still kept
 keeps      the events of a group that asks for it (`linger_s`) until so long after its end, within `KEPT_BYTES` in all
 
@@ -18,7 +18,7 @@ from dataclasses import replace
 from loguru import logger
 
 from meshrl.core.waiting import Pulse
-from meshrl.rollout.group_runner import Emit
+from meshrl.rollout.runner import Emit
 from meshrl.v1 import rollout_pb2 as pb
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import RolloutRequest
@@ -28,19 +28,19 @@ KEPT_BYTES = 256 * 2**20
 Run = Callable[[RolloutRequest, Emit], Awaitable[None]]
 
 
-class GroupStreams:
+class ResumableStreams:
     """The streams of a server by request id. Used from its event loop only."""
 
     def __init__(self, run: Run, *, most_bytes: int = KEPT_BYTES) -> None:
         self._run = run
         self._most_bytes = most_bytes
         self._bytes = 0
-        self._streams: dict[str, _GroupStream] = {}
+        self._streams: dict[str, _Stream] = {}
 
     async def follow(self, request: RolloutRequest) -> AsyncGenerator[bytes, None]:
         """Plays a group, or with `after_seq` attaches to it again, and yields its messages in order.
 
-        Raises the errors of `GroupRunner.run`. DUPLICATE_REQUEST is for a known request_id without `after_seq` or with
+        Raises the errors of `RolloutRunner.run`. DUPLICATE_REQUEST is for a known request_id without `after_seq` or with
         another group, REVISION_EXPIRED for messages behind `after_seq` that are gone, CANCELLED after another call
         attached.
         """
@@ -53,7 +53,7 @@ class GroupStreams:
         if stream is None:
             if request.after_seq:
                 raise _gone(request, "this server does not have the group, or no longer")
-            stream = self._streams[request.request_id] = _GroupStream(request, self._run, self._count)
+            stream = self._streams[request.request_id] = _Stream(request, self._run, self._count)
         elif request.after_seq is None or _identity(request) != _identity(stream.request):
             raise MeshError(
                 Reason.DUPLICATE_REQUEST,
@@ -68,14 +68,14 @@ class GroupStreams:
             if stream.reader is None:
                 self._left(stream)
 
-    def _left(self, stream: _GroupStream) -> None:
+    def _left(self, stream: _Stream) -> None:
         if stream.request.linger_s <= 0 or stream.was_refused:
             self._end(stream)
         else:
             loop = asyncio.get_running_loop()
             stream.timer = loop.call_later(stream.request.linger_s, self._expire, stream)
 
-    def _expire(self, stream: _GroupStream) -> None:
+    def _expire(self, stream: _Stream) -> None:
         if not stream.over:
             request = stream.request
             logger.bind(env=request.environment).warning(
@@ -83,7 +83,7 @@ class GroupStreams:
             )
         self._end(stream)
 
-    def _end(self, stream: _GroupStream) -> None:
+    def _end(self, stream: _Stream) -> None:
         if self._streams.get(stream.request.request_id) is stream:
             del self._streams[stream.request.request_id]
         stream.close()
@@ -98,7 +98,7 @@ class GroupStreams:
                 pass
 
 
-class _GroupStream:
+class _Stream:
     def __init__(self, request: RolloutRequest, run: Run, count: Callable[[int], None]) -> None:
         self.request = request
         self.reader: object | None = None

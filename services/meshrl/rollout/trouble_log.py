@@ -1,6 +1,6 @@
 """Logs rollouts that fail, and those that wait for long.
 
-`group_runner` reports each failure. A broken server or environment fails hundreds in the same way: the first of a kind
+`runner` reports each failure. A broken server or environment fails hundreds in the same way: the first of a kind
 is logged at once, others at level DEBUG and as a count, once a minute. The longest waits are logged by environment and
 stage, once a minute at most; a worker process reports its own, and its front logs them.
 """

@@ -31,7 +31,7 @@ LINGER_S = 10.0
 """For so long a group whose stream broke goes on at its service and is attached to again, before others are asked."""
 
 
-class GroupSampler:
+class RolloutSampler:
     """Samples groups for training and evaluation alike."""
 
     def __init__(

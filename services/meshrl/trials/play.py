@@ -12,7 +12,7 @@ from loguru import logger
 
 from meshrl.sampling.groups import GroupTicket, RolloutGroup, TaskRef
 from meshrl.sampling.retry import RunError
-from meshrl.sampling.sampler import GroupSampler
+from meshrl.sampling.sampler import RolloutSampler
 from meshrl.trials.engines import PolicyEndpoints, ServerFacts
 from meshrl.trials.plan import TaskSpan, Trial, plan_trials
 from meshrl.trials.progress import TrialProgress
@@ -36,7 +36,7 @@ class TrialRun:
     facts: ServerFacts
     spans: Sequence[TaskSpan]
     results: TrialResults
-    sampler: GroupSampler
+    sampler: RolloutSampler
     sampling: Mapping[str, Sampling]
     attempts: int
     limit: Callable[[], int]

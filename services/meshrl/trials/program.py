@@ -28,7 +28,7 @@ from meshrl.launch.ports import FreePorts
 from meshrl.launch.supervise import Program, Supervisor
 from meshrl.rollout.main import serve
 from meshrl.sampling.retry import RunError
-from meshrl.sampling.sampler import GroupSampler
+from meshrl.sampling.sampler import RolloutSampler
 from meshrl.trials.config import TrialsConfig
 from meshrl.trials.engines import PolicyEndpoints
 from meshrl.trials.play import UNKNOWN_LIMIT, TrialRun
@@ -127,7 +127,7 @@ async def _prepare_and_work(
                 startup_s=deadlines.environments_s,
             )
         )
-        sampler = GroupSampler(pool, group_s=deadlines.rollout_s, retry_s=deadlines.rollout_s, clock=Clock())
+        sampler = RolloutSampler(pool, group_s=deadlines.rollout_s, retry_s=deadlines.rollout_s, clock=Clock())
         given = config.max_concurrent
         wanted = {
             env.resolved_name: (config.num_examples_of(env), config.group_size_of(env)) for env in config.environments

@@ -28,7 +28,7 @@ from meshrl.versions.store import VersionStore
 from meshrl.weights.byte_server import ByteServer
 from meshrl.weights.compiled import CompiledStore
 from meshrl.weights.coordinator.coordinator import Coordinator
-from meshrl.weights.coordinator.engine_groups import GroupRequest
+from meshrl.weights.coordinator.engine_groups import BroadcastRequest
 from meshrl.weights.coordinator.states import (
     DECIDED,
     Action,
@@ -277,7 +277,7 @@ class Hub:
         await self._actions.put(actions)
         return record.info()
 
-    async def open_group(self, request: GroupRequest) -> OpenedGroup:
+    async def open_group(self, request: BroadcastRequest) -> OpenedGroup:
         """Has engines join a new group; answers once that is durable. Raises as `Coordinator.open_group`."""
         self._check_stays()
         async with self._opening:

@@ -22,7 +22,7 @@ from meshrl.core.rpc.paging import page_of
 from meshrl.core.rpc.watches import with_bookmarks
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.v1 import weights_pb2_grpc
-from meshrl.weights.coordinator.engine_groups import GroupRequest
+from meshrl.weights.coordinator.engine_groups import BroadcastRequest
 from meshrl.weights.hub import Hub
 from meshrl.weights.relay import Relay
 from meshrl.wire import convert, frames
@@ -108,7 +108,7 @@ class WeightSyncService(weights_pb2_grpc.WeightSyncServicer):
         lambda _: pb.CloseRunResponse(),
     )
     OpenGroup = _asked(
-        lambda hub, request: hub.open_group(GroupRequest(request_id=request.request_id, **_fields(request))),
+        lambda hub, request: hub.open_group(BroadcastRequest(request_id=request.request_id, **_fields(request))),
         convert.to_proto,
     )
     SleepEngines = _asked(lambda hub, request: hub.sleep_engines(**_fields(request)), convert.to_proto)

@@ -30,12 +30,12 @@ from meshrl.rollout.engines.capacity import RolloutLimit
 from meshrl.rollout.engines.engine_table import EngineTable, Requirement
 from meshrl.rollout.exchange.spool import ResultSpool
 from meshrl.rollout.exchange.worker import ExchangeWorker
-from meshrl.rollout.group_runner import GroupRunner
-from meshrl.rollout.groups import GroupTable
+from meshrl.rollout.groups import Admissions
+from meshrl.rollout.runner import RolloutRunner
 from meshrl.sampling.groups import GroupTicket, TaskRef
 from meshrl.sampling.hosts import HostState
 from meshrl.sampling.pool import RolloutPool
-from meshrl.sampling.sampler import GroupSampler
+from meshrl.sampling.sampler import RolloutSampler
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import EnvironmentInfo, Rollout, RolloutEvent, RolloutRequest, RolloutSummary, Sampling
 from polling import until
@@ -63,11 +63,11 @@ class Plays:
     def __init__(self, free: int = 0, version: Callable[[], int] = lambda: 0) -> None:
         self.free, self.begun, self.gate, self.version = free, 0, asyncio.Event(), version
 
-    def runner(self) -> GroupRunner:
+    def runner(self) -> RolloutRunner:
         """What stands behind a rollout service that hosts it."""
         limit = RolloutLimit(16)
-        table = GroupTable(max_concurrent=limit.rollouts, max_queued=64)
-        return GroupRunner({"echo": self}, table, Servers(), limit)
+        table = Admissions(max_concurrent=limit.rollouts, max_queued=64)
+        return RolloutRunner({"echo": self}, table, Servers(), limit)
 
     async def open(self, request: RolloutRequest) -> OpenGroup:
         return OpenGroup(self, request)
@@ -107,8 +107,8 @@ class Orchestrator:
         return sum(call.received for call in self.exchange.workers[name]._book.calls.values())
 
     @property
-    def sampler(self) -> GroupSampler:
-        return GroupSampler(self.pool, group_s=DEADLINE_S, retry_s=DEADLINE_S, clock=Clock())
+    def sampler(self) -> RolloutSampler:
+        return RolloutSampler(self.pool, group_s=DEADLINE_S, retry_s=DEADLINE_S, clock=Clock())
 
 
 def ticket(group_id: str, size: int) -> GroupTicket:

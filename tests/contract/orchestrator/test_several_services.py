@@ -17,7 +17,7 @@ from meshrl.sampling.groups import GroupTicket, TaskRef
 from meshrl.sampling.hosts import HostState
 from meshrl.sampling.pool import RolloutPool
 from meshrl.sampling.retry import RunError
-from meshrl.sampling.sampler import GroupSampler
+from meshrl.sampling.sampler import RolloutSampler
 from meshrl.v1 import rollout_pb2_grpc
 from meshrl.wire import convert
 from meshrl.wire.errors import MeshError, Reason
@@ -340,8 +340,8 @@ async def pooled(
         await pool.close()
 
 
-def sampler_of(pool: RolloutPool, clock: Clock | None = None) -> GroupSampler:
-    return GroupSampler(pool, group_s=60.0, retry_s=60.0, clock=clock or Clock())
+def sampler_of(pool: RolloutPool, clock: Clock | None = None) -> RolloutSampler:
+    return RolloutSampler(pool, group_s=60.0, retry_s=60.0, clock=clock or Clock())
 
 
 def ticket(environment: str, *, size: int, seed: int | None = None, group_id: str = "g") -> GroupTicket:

@@ -21,8 +21,8 @@ from character_tokenizer import ALPHABET, END, save_character_tokenizer
 from meshrl.client import RolloutClient
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.rollout.config import RolloutConfig
-from meshrl.rollout.group_runner import GroupRunner
 from meshrl.rollout.main import build
+from meshrl.rollout.runner import RolloutRunner
 from meshrl.rollout.service import SERVICE, RolloutServicer, add_to_server
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.v1 import weights_pb2_grpc as pb_grpc
@@ -203,7 +203,7 @@ class Mesh:
     """A rollout server on a real port, and a client of it."""
 
     client: RolloutClient
-    runner: GroupRunner
+    runner: RolloutRunner
     server: GrpcServer
     engines: list[ScriptedEngine]
 

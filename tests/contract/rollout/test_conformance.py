@@ -20,7 +20,7 @@ from meshrl.client.credentials import CredentialFiles, TokenCredentials, credent
 from meshrl.client.trust import Role, TrustFile
 from meshrl.core.config.shared import ServerConfig
 from meshrl.core.rpc.serve import GrpcServer, server_options
-from meshrl.rollout.group_runner import GroupRunner
+from meshrl.rollout.runner import RolloutRunner
 from meshrl.rollout.service import SERVICE, RolloutServicer, add_to_server
 from meshrl.v1 import rollout_pb2 as pb
 from meshrl.wire.errors import MeshError, Reason
@@ -153,7 +153,7 @@ class EndsWithItsStream(RolloutServicer):
     ids=lambda value: getattr(value, "__name__", None),
 )
 async def test_a_servicer_that_breaks_a_rule_is_named_by_it(
-    start_mesh, engine, servicer: Callable[[GroupRunner], RolloutServicer], rule: str, words: str
+    start_mesh, engine, servicer: Callable[[RolloutRunner], RolloutServicer], rule: str, words: str
 ):
     mesh = await start_mesh([engine])
     server = GrpcServer(ServerConfig(port=0))

@@ -31,8 +31,8 @@ def held() -> Counter[str]:
                 "RolloutSession",
                 "ChatSession",
                 "Episode",
-                "GroupEpisodes",
-                "_RunningGroup",
+                "LocalEpisodes",
+                "_Playing",
                 "EngineAnswer",
             )
         },

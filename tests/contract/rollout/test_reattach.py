@@ -11,8 +11,8 @@ import pytest
 
 from cut_link import CutLink
 from meshrl.client import RolloutClient
-from meshrl.rollout.group_runner import serialized
-from meshrl.rollout.streams import GroupStreams
+from meshrl.rollout.runner import serialized
+from meshrl.rollout.streams import ResumableStreams
 from meshrl.v1 import rollout_pb2, rollout_pb2_grpc
 from meshrl.wire import convert
 from meshrl.wire.errors import MeshError, Reason, from_rpc_error
@@ -146,7 +146,7 @@ async def test_kept_bytes_have_a_bound_and_what_nobody_has_read_stays(make_group
         for message in serialized(*[failure] * 8, RolloutSummary(finished=0, failed=8, cancelled=0, sampled_tokens=0)):
             emit(message)
 
-    streams = GroupStreams(run, most_bytes=3000)
+    streams = ResumableStreams(run, most_bytes=3000)
     messages = [message async for message in streams.follow(request)]
     assert [number(message) for message in messages] == list(range(1, 10))
     with pytest.raises(MeshError, match="keeps events") as gone:

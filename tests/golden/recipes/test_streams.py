@@ -10,8 +10,8 @@ import pytest
 from meshrl.algorithms.advantages import mean_baseline_advantages
 from meshrl.algorithms.recipes.base import Recipe, SampleStreams, Scores, TokenScores
 from meshrl.algorithms.recipes.echo import Echo
-from meshrl.algorithms.recipes.grpo import GroupRelative
-from meshrl.algorithms.recipes.hierarchical_grpo import HierarchicalGroupRelative
+from meshrl.algorithms.recipes.grpo import GRPO
+from meshrl.algorithms.recipes.hierarchical_grpo import HierarchicalGRPO
 from meshrl.algorithms.recipes.max_rl import MaxRL
 from meshrl.algorithms.recipes.opd import OnPolicyDistillation
 from meshrl.algorithms.recipes.opsd import SelfDistillation
@@ -21,10 +21,10 @@ from meshrl.wire.types import MessageSpan, Rollout, Sample, VersionSpan
 
 GOLDEN = json.loads((Path(__file__).parent / "streams.json").read_text())
 RECIPES = {
-    "grpo": lambda: GroupRelative(mean_baseline_advantages),
+    "grpo": lambda: GRPO(mean_baseline_advantages),
     "max_rl": MaxRL,
     "rae": lambda: RoleBaseline(GOLDEN["decay"]),
-    "hierarchical_grpo": lambda: HierarchicalGroupRelative(mean_baseline_advantages, episode_agents=["solver"]),
+    "hierarchical_grpo": lambda: HierarchicalGRPO(mean_baseline_advantages, episode_agents=["solver"]),
     "opd": lambda: OnPolicyDistillation(weight=1.0),
     "opsd": lambda: SelfDistillation(weight=1.0, context_tokens=GOLDEN["room"]),
     "sft": lambda: Imitation(weight=1.0, min_reward=0.5),

@@ -9,9 +9,9 @@ from prometheus_client import CollectorRegistry
 
 from meshrl.rollout.engines.capacity import RolloutLimit
 from meshrl.rollout.engines.engine_table import EngineTable
-from meshrl.rollout.group_runner import GroupRunner
-from meshrl.rollout.groups import MAX_RUNS, RATE_WINDOW_S, REMEMBERED_S, GroupTable, Outcome
+from meshrl.rollout.groups import MAX_RUNS, RATE_WINDOW_S, REMEMBERED_S, Admissions, Outcome
 from meshrl.rollout.metrics import RolloutMetrics
+from meshrl.rollout.runner import RolloutRunner
 from meshrl.v1 import rollout_pb2 as pb
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import EnvironmentInfo, RolloutRequest
@@ -23,8 +23,8 @@ def asked(request_id: str, group_id: str, size: int, run_id: str = "") -> Rollou
     )
 
 
-def table(running: int = 2, queued: int = 4) -> GroupTable:
-    return GroupTable(max_concurrent=running, max_queued=queued)
+def table(running: int = 2, queued: int = 4) -> Admissions:
+    return Admissions(max_concurrent=running, max_queued=queued)
 
 
 def test_rollouts_start_oldest_group_first_up_to_the_limit():
@@ -127,7 +127,7 @@ def test_what_is_remembered_of_groups_that_are_over_is_bounded_though_nobody_ask
 
 
 def test_a_flood_of_one_run_leaves_the_others_their_share() -> None:
-    groups = GroupTable(max_concurrent=6, max_queued=100)
+    groups = Admissions(max_concurrent=6, max_queued=100)
     flood = groups.admit(asked("r1", "g1", 60, "flood"), 0.0)
     groups.start()
     late = [groups.admit(asked(f"r{run}", f"g{run}", 20, run), 0.0) for run in ("a", "b")]
@@ -141,7 +141,7 @@ def test_a_flood_of_one_run_leaves_the_others_their_share() -> None:
 
 
 def test_a_run_beyond_its_own_limit_is_refused_and_the_others_are_not() -> None:
-    groups = GroupTable(max_concurrent=4, max_queued=100, max_per_run=6)
+    groups = Admissions(max_concurrent=4, max_queued=100, max_per_run=6)
     groups.admit(asked("r1", "g1", 6, "a"), 0.0)
     with pytest.raises(MeshError, match="6 rollouts of run 'a' run or wait; 1 more exceed max_concurrent_per_run 6"):
         groups.admit(asked("r2", "g2", 1, "a"), 0.0)
@@ -171,8 +171,8 @@ async def test_a_run_at_its_limit_does_not_have_the_groups_of_another_run_refuse
         pass
 
     servers, limit = SimpleNamespace(engines=EngineTable([]), require=require, on_look=None), RolloutLimit(8)
-    groups = GroupTable(max_concurrent=8, max_queued=8, max_per_run=1)
-    runner = GroupRunner({"e": Held()}, groups, servers, limit)
+    groups = Admissions(max_concurrent=8, max_queued=8, max_per_run=1)
+    runner = RolloutRunner({"e": Held()}, groups, servers, limit)
     events: list[bytes] = []
     async with asyncio.timeout(60.0), asyncio.TaskGroup() as tasks:
         tasks.create_task(runner.run(asked("r1", "g1", 1), events.append))

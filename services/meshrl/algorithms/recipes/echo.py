@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from meshrl.algorithms.advantages import Advantage
 from meshrl.algorithms.recipes.base import Scores, Streams
-from meshrl.algorithms.recipes.grpo import GroupRelative
+from meshrl.algorithms.recipes.grpo import GRPO
 from meshrl.wire.types import Rollout, Sample
 
 
-class Echo(GroupRelative):
+class Echo(GRPO):
     """The policy samples, nothing is scored; each content token of messages of `roles` has `weight` in the ce term.
 
     Markup of the chat template, if the renderer marks it, is left out: the policy never writes it, and a model to which

@@ -9,7 +9,7 @@ from meshrl.algorithms.recipes.base import Recipe, Scores, Streams, by_agent, sa
 from meshrl.wire.types import Rollout
 
 
-class GroupRelative(Recipe):
+class GRPO(Recipe):
     """The policy samples, nothing is scored; `advantage` is any of `algorithms.advantages`, over each agent's rollouts.
     The family of GRPO (arXiv 2402.03300): Dr. GRPO, RLOO, OPO and the rest differ by it and by the trainer's loss."""
 

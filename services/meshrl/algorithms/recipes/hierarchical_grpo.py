@@ -10,7 +10,7 @@ from meshrl.algorithms.recipes.grpo import group_advantages
 from meshrl.wire.types import Rollout
 
 
-class HierarchicalGroupRelative(Recipe):
+class HierarchicalGRPO(Recipe):
     """GRPO on two levels: agents of `episode_agents` (the solvers) are compared with those of the same episode, since
     another episode poses another problem; all other agents (the proposer) with those of the other episodes.
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from meshrl.algorithms.recipes.grpo import GroupRelative
+from meshrl.algorithms.recipes.grpo import GRPO
 
 
-class MaxRL(GroupRelative):
+class MaxRL(GRPO):
     """The policy samples, nothing is scored; rewards are 0 or more, 0 and 1 in the paper (MaxRL, arXiv 2602.02710)."""
 
     def __init__(self) -> None:

@@ -45,7 +45,7 @@ class AdapterBody(BaseModel):
     version: int | None = Field(default=None, ge=0)
 
 
-class GroupBody(BaseModel):
+class BroadcasterBody(BaseModel):
     """POST /init_broadcaster: where the senders of a group meet, and this engine's place; see JoinGroup."""
 
     model_config = ConfigDict(extra="ignore")
@@ -130,7 +130,7 @@ class AdminRoutes:
         return self._loaded(version, 0.0, lora_name=body.lora_name)
 
     async def _init_broadcaster(self, request: web.Request) -> web.StreamResponse:
-        body = parse(GroupBody, await request.read())
+        body = parse(BroadcasterBody, await request.read())
         seat = self._engine.collective
         if seat is None:
             raise MeshError(Reason.NOT_SUPPORTED, "this engine cannot take part in a group; use another transport")

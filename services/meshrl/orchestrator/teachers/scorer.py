@@ -51,7 +51,7 @@ class ScoreCache:
             self._tokens -= len(dropped.logprobs)
 
 
-class GroupScorer:
+class RolloutScorer:
     """Scores groups at the `servers` of their environment's algorithm; without any a group is not scored."""
 
     def __init__(
@@ -106,7 +106,7 @@ def build_scorer(
     hub: WeightSyncClient,
     *,
     engine_pool: str,
-) -> GroupScorer:
+) -> RolloutScorer:
     """The scorer of a run, from its algorithms and teachers by environment; nothing is dialled yet. Raises RunError for
     an algorithm without its teacher, and without aiohttp."""
     teachers: dict[str, LogprobServers] = {}
@@ -123,7 +123,7 @@ def build_scorer(
             teachers[key] = _connect(scored_by, chosen, hub, engine_pool)
         servers[name] = teachers[key]
     cache_tokens = max((teacher.cache_tokens for teacher in configured.values() if teacher), default=4_000_000)
-    return GroupScorer(recipes, servers, cache_tokens=cache_tokens)
+    return RolloutScorer(recipes, servers, cache_tokens=cache_tokens)
 
 
 def _connect(scored_by: Actor, teacher: TeacherConfig, hub: WeightSyncClient, engine_pool: str) -> LogprobServers:

@@ -19,8 +19,8 @@ from meshrl.algorithms.advantages import (
 from meshrl.algorithms.recipes.base import Actor, Recipe
 from meshrl.algorithms.recipes.custom import load_recipe
 from meshrl.algorithms.recipes.echo import Echo
-from meshrl.algorithms.recipes.grpo import GroupRelative
-from meshrl.algorithms.recipes.hierarchical_grpo import HierarchicalGroupRelative
+from meshrl.algorithms.recipes.grpo import GRPO
+from meshrl.algorithms.recipes.hierarchical_grpo import HierarchicalGRPO
 from meshrl.algorithms.recipes.max_rl import MaxRL
 from meshrl.algorithms.recipes.opd import OnPolicyDistillation
 from meshrl.algorithms.recipes.opsd import SelfDistillation
@@ -66,10 +66,10 @@ def _build_recipe(algo: AlgoConfig, of_rewards: AdvantageConfig, seq_len: int) -
         return Imitation(weight=weight, min_reward=algo.min_reward)
     advantage = build_advantage(of_rewards)
     if algo.type == "hierarchical_grpo":
-        return HierarchicalGroupRelative(advantage, episode_agents=algo.episode_agents)
+        return HierarchicalGRPO(advantage, episode_agents=algo.episode_agents)
     if algo.type == "echo":
         return Echo(advantage, roles=algo.roles, weight=algo.weight or ECHO_WEIGHT)
-    return GroupRelative(advantage)
+    return GRPO(advantage)
 
 
 def build_advantage(config: AdvantageConfig) -> Advantage:

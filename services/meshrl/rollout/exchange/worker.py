@@ -1,6 +1,6 @@
 """A worker's side of RolloutExchange: dials the orchestrator, plays the groups that it is given, reports the results.
 
-consumes   groups to play, from the stream; the same `GroupRunner` plays them that stands behind RolloutService
+consumes   groups to play, from the stream; the same `RolloutRunner` plays them that stands behind RolloutService
 produces   events of calls: in the spool first, then on the stream, until they are acknowledged
 waits for  the orchestrator, for as long as it takes; for credit before each event
 """
@@ -24,7 +24,7 @@ from meshrl.core.waiting import Pulse, set_within
 from meshrl.rollout.config import ExchangeLinkConfig
 from meshrl.rollout.exchange.outbox import Outbox, SpooledEvent
 from meshrl.rollout.exchange.spool import ResultSpool
-from meshrl.rollout.group_runner import GroupRunner
+from meshrl.rollout.runner import RolloutRunner
 from meshrl.v1 import exchange_pb2 as pb
 from meshrl.v1 import rollout_pb2
 from meshrl.wire import convert, validate
@@ -65,7 +65,7 @@ class ExchangeWorker:
     def __init__(
         self,
         config: ExchangeLinkConfig,
-        runner: GroupRunner,
+        runner: RolloutRunner,
         spool: ResultSpool,
         *,
         name: str,

@@ -261,17 +261,17 @@ class PooledPlayer:
     def info(self) -> EnvironmentInfo:
         return self._fleet.info(self._environment)
 
-    async def open(self, request: RolloutRequest) -> PooledGroup:
+    async def open(self, request: RolloutRequest) -> PooledEpisodes:
         """Returns at once: the worker that plays the first rollout finds the task, and may still refuse the group.
         Raises MeshError UNKNOWN_TASK if there is none at its index."""
         refuse_unknown(self._environment, self.info.num_tasks, request.task_index or 0)
-        return PooledGroup(self._fleet, request, self.info, self._failover_s)
+        return PooledEpisodes(self._fleet, request, self.info, self._failover_s)
 
     def opening(self, request: RolloutRequest) -> str:
         return f"environment {self._environment} was {self._fleet.waits_for(self._environment)}"
 
 
-class PooledGroup:
+class PooledEpisodes:
     late_s = 2.0
 
     def __init__(self, fleet: WorkerFleet, request: RolloutRequest, info: EnvironmentInfo, failover_s: float) -> None:

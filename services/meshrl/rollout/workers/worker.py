@@ -1,6 +1,6 @@
 """One worker process: plays rollouts of the environments that its front has it host, when the front calls it.
 
-It plays by `local` and `group_runner`, and calls engines itself. The front calls it over `link` for each rollout, and
+It plays by `local` and `runner`, and calls engines itself. The front calls it over `link` for each rollout, and
 passes its answers on unread. It has no limits of its own, and ends when the front ends.
 """
 
@@ -32,9 +32,9 @@ from meshrl.core.telemetry.tracing import setup_tracing
 from meshrl.core.telemetry.waits import waits_of
 from meshrl.rollout.engines.capacity import RolloutLimit
 from meshrl.rollout.engines.connect import connect_servers
-from meshrl.rollout.group_runner import GroupRunner
-from meshrl.rollout.groups import GroupTable
+from meshrl.rollout.groups import Admissions
 from meshrl.rollout.local import open_players
+from meshrl.rollout.runner import RolloutRunner
 from meshrl.rollout.workers.link import FrameKind, Link
 from meshrl.rollout.workers.outputs import take_over_output
 from meshrl.rollout.workers.process import WorkerSettings
@@ -98,10 +98,10 @@ class FrontCalls:
 
     def __init__(self) -> None:
         self.link = Link(self._take)
-        self._runner: GroupRunner | None = None
+        self._runner: RolloutRunner | None = None
         self._playing: dict[int, asyncio.Task[None]] = {}
 
-    def begin(self, runner: GroupRunner) -> None:
+    def begin(self, runner: RolloutRunner) -> None:
         self._runner = runner
         infos = [convert.to_proto(player.info) for player in runner.environments.values()]
         self.link.send(FrameKind.READY, 0, pb.ListEnvironmentsResponse(environments=infos).SerializeToString())
@@ -156,8 +156,8 @@ async def _serve(settings: WorkerSettings, link: socket.socket, reports: socket.
             report(reports, "unusable", why=str(error))
             await asyncio.wait({left}, timeout=CLOSE_S)
             return
-        table = GroupTable(max_concurrent=UNLIMITED, max_queued=0, one_call_a_group=False)
-        runner = GroupRunner(players, table, servers, RolloutLimit(UNLIMITED))
+        table = Admissions(max_concurrent=UNLIMITED, max_queued=0, one_call_a_group=False)
+        runner = RolloutRunner(players, table, servers, RolloutLimit(UNLIMITED))
         waits.count(runner.waits)
         waiting = runner.report_waits(lambda name, line: report(reports, "waiting", environment=name, line=line))
         freeze_loaded()

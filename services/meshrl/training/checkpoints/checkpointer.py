@@ -34,7 +34,7 @@ from meshrl.models.lora import adapter_state
 from meshrl.models.state import gather_state
 from meshrl.training.checkpoints import files, random_state, train_state
 from meshrl.training.checkpoints.files import CheckpointContents, CheckpointError, FileMark
-from meshrl.training.checkpoints.saving_group import SavingGroup, reason
+from meshrl.training.checkpoints.saving_ranks import SavingRanks, reason
 from meshrl.training.checkpoints.weights_folder import AdapterWriter, WeightsWriter
 from meshrl.training.config import CheckpointConfig
 from meshrl.training.learner import Learner
@@ -102,7 +102,7 @@ class Checkpointer:
         self._own: set[Path] = set()  # folders of this run; what an earlier run left at the same step is replaced
         self._on_branch = False  # checkpoints of later steps are none of this run's past
         self._saving: Future[None] | None = None
-        self._group = SavingGroup.beside(learner.parallel, timeout_s=deadline_s)
+        self._group = SavingRanks.beside(learner.parallel, timeout_s=deadline_s)
 
         def writer() -> WeightsWriter | AdapterWriter | None:
             if not self._group.plan.leads:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from meshrl.weights.coordinator import rows
-from meshrl.weights.coordinator.engine_groups import EngineGroups, GroupRequest, first_version
+from meshrl.weights.coordinator.engine_groups import BroadcastRequest, EngineGroups, first_version
 from meshrl.weights.coordinator.engines import EnginePool, SleepRound
 from meshrl.weights.coordinator.line import LineLimits, LineLog, RunLine
 from meshrl.weights.coordinator.states import (
@@ -156,7 +156,7 @@ class Coordinator:
         line = self.lines.get(record.key.run_id)
         return [] if line is None else line.copied(record, now_s)
 
-    def open_group(self, request: GroupRequest, now_s: float, wall_s: float) -> tuple[OpenedGroup, list[Action]]:
+    def open_group(self, request: BroadcastRequest, now_s: float, wall_s: float) -> tuple[OpenedGroup, list[Action]]:
         """Forms a group and has its engines join it. A repeated request gets the same answer, until a newer one.
 
         Raises: RUN_LIMIT_REACHED beside other runs, STALE_EPOCH, GROUP_BROKEN when no engine can take part.

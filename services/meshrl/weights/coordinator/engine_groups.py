@@ -19,7 +19,7 @@ RETRY_AFTER_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupRequest:
+class BroadcastRequest:
     """What a publisher asks for; see OpenGroupRequest in weights.proto."""
 
     request_id: str
@@ -37,7 +37,7 @@ class GroupRequest:
 class EngineGroup:
     """A group that engines were asked to join. All must have joined by `until_s`."""
 
-    request: GroupRequest
+    request: BroadcastRequest
     generation: int
     first_version: int
     until_s: float
@@ -58,7 +58,7 @@ class EngineGroups:
         return 0 if self.current is None else self.current.generation
 
     def open(
-        self, request: GroupRequest, engines: Collection[EngineRecord], first_version: int, now_s: float
+        self, request: BroadcastRequest, engines: Collection[EngineRecord], first_version: int, now_s: float
     ) -> EngineGroup:
         """Makes a new group the current one. Raises GROUP_BROKEN when no engine can take part."""
         members: list[GroupMember] = []
@@ -140,7 +140,7 @@ def first_version(epoch: int, known: Collection[Key]) -> int:
     return max((key.version + 1 for key in known if key.epoch == epoch), default=0)
 
 
-def _why_left_out(engine: EngineRecord, request: GroupRequest) -> str | None:
+def _why_left_out(engine: EngineRecord, request: BroadcastRequest) -> str | None:
     if request.engine_ids and engine.engine_id not in request.engine_ids:
         return "was not asked for"
     if engine.engine_id in request.without:

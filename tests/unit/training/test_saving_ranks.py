@@ -12,13 +12,13 @@ import pytest
 import checkpoint_kit as kit
 from meshrl.training.checkpoints import files as checkpoint_files
 from meshrl.training.checkpoints.checkpointer import Checkpointer, CheckpointError
-from meshrl.training.checkpoints.saving_group import SavingGroup
+from meshrl.training.checkpoints.saving_ranks import SavingRanks
 from meshrl.training.config import CheckpointConfig
 from meshrl.training.parallel.plan import ParallelPlan
 from meshrl.wire.saved_steps import steps_in
 
 
-class TwoRanks(SavingGroup):
+class TwoRanks(SavingRanks):
     """This rank beside one that failed, or not."""
 
     def __init__(self, *, other_fails: bool) -> None:

@@ -22,8 +22,8 @@ from meshrl.core.telemetry.waits import CountedWait
 from meshrl.rollout.engines.capacity import EpisodeSizes, RolloutLimit
 from meshrl.rollout.engines.engine_table import Requirement
 from meshrl.rollout.engines.logprobs_mode import reshaping
-from meshrl.rollout.groups import AdmittedGroup, GroupTable, Outcome, late, rollout_failure
-from meshrl.rollout.player import EpisodeResult, PlayableGroup, Player, SerializedRollouts
+from meshrl.rollout.groups import Admissions, AdmittedGroup, Outcome, late, rollout_failure
+from meshrl.rollout.player import EpisodeResult, Episodes, Player, SerializedRollouts
 from meshrl.rollout.stages import BEGINNING, RolloutStage
 from meshrl.rollout.trouble_log import LOOK_EVERY_S, FailureLog, WaitingReport, log_waiting
 from meshrl.wire import convert
@@ -43,11 +43,11 @@ def serialized(*events: RolloutEvent) -> Iterator[bytes]:
 
 
 @dataclass(eq=False)
-class _RunningGroup:
+class _Playing:
     """A group that is streaming: its rollouts, and where its events go; `over` ends the stream."""
 
     group: AdmittedGroup
-    opened: PlayableGroup
+    opened: Episodes
     emit: Emit
     over: asyncio.Event = field(default_factory=asyncio.Event)
     playing: dict[int, asyncio.Task[None]] = field(default_factory=dict)
@@ -62,13 +62,13 @@ class _RunningGroup:
         return f"it was {BEGINNING}" if stage is None else stage.describe(time.time())
 
 
-class GroupRunner:
+class RolloutRunner:
     """The running side of the rollout service. One object a server, used from its event loop only."""
 
     def __init__(
         self,
         environments: Mapping[str, Player],
-        table: GroupTable,
+        table: Admissions,
         servers: EngineRouter | ChatServers,
         limit: RolloutLimit,
         clock: Callable[[], float] = time.monotonic,
@@ -81,7 +81,7 @@ class GroupRunner:
         self._servers = servers
         self._clock = clock
         self._in_flight = in_flight
-        self._running: dict[str, _RunningGroup] = {}  # by request id
+        self._running: dict[str, _Playing] = {}  # by request id
         self._tasks: set[asyncio.Task[None]] = set()
         self._counted: set[str] = set()  # engines of the limit that the log has told last
         self._failures = FailureLog()
@@ -181,7 +181,7 @@ class GroupRunner:
         self._failures.log_counts(self._clock(), every_s=0.0)
         return stopped
 
-    async def _admit(self, request: RolloutRequest, emit: Emit) -> _RunningGroup:
+    async def _admit(self, request: RolloutRequest, emit: Emit) -> _Playing:
         player = self.environments.get(request.environment)
         if player is None:
             hosted = ", ".join(sorted(self.environments))
@@ -189,7 +189,7 @@ class GroupRunner:
                 Reason.UNKNOWN_ENVIRONMENT, f"no environment {request.environment!r} here; hosted are: {hosted}"
             )
         self._table.refuse(request, self._clock())
-        opened: PlayableGroup | None = None
+        opened: Episodes | None = None
         limit = asyncio.timeout(request.deadline_s)
         try:
             async with limit:
@@ -205,7 +205,7 @@ class GroupRunner:
                 raise
             waits = player.opening(request) if opened is None else "no engine that may answer was found yet"
             raise MeshError(Reason.DEADLINE_PASSED, f"{late(request)}: {waits}") from error
-        running = self._running[request.request_id] = _RunningGroup(group, opened, emit)
+        running = self._running[request.request_id] = _Playing(group, opened, emit)
         self._idle.clear()
         return running
 
@@ -227,7 +227,7 @@ class GroupRunner:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _play(self, running: _RunningGroup, index: int) -> None:
+    async def _play(self, running: _Playing, index: int) -> None:
         try:
             played = await running.opened.play(index)
         except MeshError as error:
@@ -245,7 +245,7 @@ class GroupRunner:
             running.playing.pop(index, None)
             self._start_waiting()
 
-    def _record(self, running: _RunningGroup, index: int, played: EpisodeResult) -> None:
+    def _record(self, running: _Playing, index: int, played: EpisodeResult) -> None:
         """Counts how a rollout ended and streams it, unless a cancel or the deadline ended it before."""
         group, now = running.group, self._clock()
         if isinstance(played, RolloutFailure):
@@ -271,14 +271,14 @@ class GroupRunner:
         if group.over:
             running.over.set()
 
-    def _emit(self, running: _RunningGroup, messages: Iterable[bytes]) -> None:
+    def _emit(self, running: _Playing, messages: Iterable[bytes]) -> None:
         try:
             for message in messages:
                 running.emit(message)
         except Exception as error:  # noqa: BLE001  # such as text that no message can hold; raised by `run`
             self._refuse(running, error)
 
-    def _refuse(self, running: _RunningGroup, error: Exception) -> None:
+    def _refuse(self, running: _Playing, error: Exception) -> None:
         running.refusal = error
         self._cancel(running)
         running.over.set()
@@ -296,7 +296,7 @@ class GroupRunner:
         for message in serialized(*failures, group.summary):
             emit(message)
 
-    def _end_late(self, running: _RunningGroup) -> None:
+    def _end_late(self, running: _Playing) -> None:
         if running.group.over:
             return
         reason, request = Reason.DEADLINE_PASSED, running.group.request
@@ -312,7 +312,7 @@ class GroupRunner:
         self._stop(running, playing)
         self._start_waiting()
 
-    def _cancel(self, running: _RunningGroup) -> int:
+    def _cancel(self, running: _Playing) -> int:
         """Counts the rest of a group as cancelled, at once, so that its stream ends; its tasks end behind that."""
         if running.group.over:
             return 0
@@ -321,7 +321,7 @@ class GroupRunner:
         return len(playing) + len(waiting)
 
     @staticmethod
-    def _stop(running: _RunningGroup, playing: Collection[int]) -> None:
+    def _stop(running: _Playing, playing: Collection[int]) -> None:
         for index in playing:
             running.playing[index].cancel()
         running.over.set()

@@ -25,11 +25,11 @@ _NEEDED = (
 )
 
 
-class SavingGroup(RankGroup):
+class SavingRanks(RankGroup):
     """The ranks of another RankGroup, with a control group of their own; for one thread at a time on each rank."""
 
     @classmethod
-    def beside(cls, parallel: RankGroup, *, timeout_s: float) -> SavingGroup:
+    def beside(cls, parallel: RankGroup, *, timeout_s: float) -> SavingRanks:
         """Collective. `timeout_s` bounds the wait for a rank that is slow to write."""
         control = None
         if parallel.control is not None:
