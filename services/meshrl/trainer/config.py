@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from meshrl.core.config.shared import ServerConfig, TlsConfig, WeightBroadcastConfig
 from meshrl.trainer.loss_config import LossConfig
 from meshrl.trainer.runs.hooks import RunHooksConfig
+from meshrl.trainer.runs.settings import RunSettings
 from meshrl.training.config import TrainingConfig
 
 
@@ -91,6 +92,21 @@ class TrainerConfig(TrainingConfig):
 
     tls: TlsConfig = TlsConfig()
     """Certificates and tokens by which this program and its peers know each other."""
+
+    @property
+    def own_run(self) -> RunSettings:
+        """How the trainer's own run is trained, and other runs where they ask for nothing else."""
+        return RunSettings(
+            lora=self.model.lora,
+            optim=self.optim,
+            scheduler=self.scheduler,
+            loss=self.loss,
+            ckpt=self.ckpt,
+            seed=self.seed,
+            adapter_seed=self.seed,
+            max_queued_batches=self.max_queued_batches,
+            max_steps=self.max_steps,
+        )
 
     @model_validator(mode="after")
     def _adapters(self) -> Self:

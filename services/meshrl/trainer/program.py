@@ -38,7 +38,6 @@ from meshrl.trainer.runs.discovery import Discovery
 from meshrl.trainer.runs.hooks import RunHooks, RunHooksConfig
 from meshrl.trainer.runs.host import RunHost
 from meshrl.trainer.runs.quotas import Quotas
-from meshrl.trainer.runs.settings import RunSettings
 from meshrl.trainer.runs.steps import StepBook
 from meshrl.trainer.runs.table import RunTable
 from meshrl.trainer.service import TrainerServicer, max_message_bytes
@@ -129,7 +128,7 @@ async def serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer
             commands, loop = CommandSender(parts.parallel), asyncio.get_running_loop()
             decided = asyncio.run_coroutine_threadsafe(decide(options, parts, hub, epoch, waits), loop)
             opener = RunOpener(parts, options, commands, hub, tracer, waits, max_failed_steps=config.max_failed_steps)
-            own, settings = RankRun(state=parts.run, checkpointer=parts.checkpointer), RunSettings.own(config)
+            own, settings = RankRun(state=parts.run, checkpointer=parts.checkpointer), config.own_run
             with start_of(tracer).phase("engines"):
                 opened = await unless_stopped(
                     stop, thread.call(lambda: opener.open_own(decided, own, table.own, settings, os.environ))

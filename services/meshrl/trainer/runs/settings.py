@@ -8,7 +8,6 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from meshrl.core.config import BaseConfig
-from meshrl.trainer.config import TrainerConfig
 from meshrl.trainer.loss_config import LossConfig
 from meshrl.training.config import CheckpointConfig, OptimConfig, SchedulerConfig
 from meshrl.training.model_config import LoraConfig
@@ -90,21 +89,6 @@ class RunSettings(BaseConfig):
 
     folder: str = ""
     """Folder of output_dir with its checkpoints, weights and epoch; empty: runs/<run_id>."""
-
-    @classmethod
-    def own(cls, config: TrainerConfig) -> RunSettings:
-        """Those of the trainer's own run, the defaults of other runs."""
-        return cls(
-            lora=config.model.lora,
-            optim=config.optim,
-            scheduler=config.scheduler,
-            loss=config.loss,
-            ckpt=config.ckpt,
-            seed=config.seed,
-            adapter_seed=config.seed,
-            max_queued_batches=config.max_queued_batches,
-            max_steps=config.max_steps,
-        )
 
     @classmethod
     def from_spec(
