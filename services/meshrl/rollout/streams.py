@@ -40,8 +40,8 @@ class ResumableStreams:
     async def follow(self, request: RolloutRequest) -> AsyncGenerator[bytes, None]:
         """Plays a group, or with `after_seq` attaches to it again, and yields its messages in order.
 
-        Raises the errors of `RolloutRunner.run`. DUPLICATE_REQUEST is for a known request_id without `after_seq` or with
-        another group, REVISION_EXPIRED for messages behind `after_seq` that are gone, CANCELLED after another call
+        Raises the errors of `RolloutRunner.run`. DUPLICATE_REQUEST is for a known request_id without `after_seq` or
+        with another group, REVISION_EXPIRED for messages behind `after_seq` that are gone, CANCELLED after another call
         attached.
         """
         for other in list(self._streams.values()):
