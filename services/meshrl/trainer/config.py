@@ -95,7 +95,7 @@ class TrainerConfig(TrainingConfig):
 
     @property
     def own_run(self) -> RunSettings:
-        """How the trainer's own run is trained, and other runs where they ask for nothing else."""
+        """The settings of the own run, the defaults of other runs."""
         return RunSettings(
             lora=self.model.lora,
             optim=self.optim,
