@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import stat
 from pathlib import Path
 
@@ -43,6 +45,32 @@ def test_a_run_gets_an_authority_and_tokens_and_takes_them_back(tmp_path: Path) 
     assert credentials.mutual
 
 
+def test_tokens_are_listed_with_their_members_and_without_their_secrets(tmp_path: Path) -> None:
+    folder = ("-o", str(tmp_path / "run"))
+    meshrl("run", "init", *folder)
+    trust = Authority(tmp_path / "run" / "credentials").trust
+    engine = trust.add_token(Role.AGENT, 3600.5, hosts=["10.1.0.0/16"])
+    team, late = trust.add_token(Role.TENANT, runs=["team-a-*"]), trust.add_token(Role.ROLLOUT, -1.0)
+    for name in ("e1", "e2"):
+        trust.note_member(Role.AGENT, name, engine.partition(".")[0])
+    trust.revoke("agent/e1")
+    listed = meshrl("token", "list", *folder)
+    assert listed.exit_code == 0, listed.output
+    header, *rows = [[cell.strip() for cell in re.split(r"\s{2,}", line)] for line in listed.output.splitlines()]
+    assert header == ["TOKEN", "ROLE", "STATE", "HOSTS", "RUNS", "MEMBERS"]
+    assert sorted(rows) == sorted([
+        [engine.partition(".")[0], "agent", "valid for 1h00m", "10.1.0.0/16", "all", "agent/e1 (revoked), agent/e2"],
+        [team.partition(".")[0], "tenant", "valid", "-", "team-a-*", "-"],
+        [late.partition(".")[0], "rollout", "expired", "-", "all", "-"],
+    ])  # fmt: skip
+    as_json = json.loads(meshrl("token", "list", "--json", *folder).output)
+    by_id = {each["id"]: each for each in as_json}
+    assert by_id[engine.partition(".")[0]]["members"] == [
+        {"role": "agent", "name": "e1", "revoked": True}, {"role": "agent", "name": "e2", "revoked": False},
+    ]  # fmt: skip
+    assert not any(made.partition(".")[2] in listed.output + json.dumps(as_json) for made in (engine, team, late))
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -50,6 +78,7 @@ def test_a_run_gets_an_authority_and_tokens_and_takes_them_back(tmp_path: Path) 
         (("token", "create", "--role", "agent", "--ttl", "soon"), "'soon' is no duration; write it as 30m, 1h or 7d"),
         (("token", "create", "--role", "king"), "'king' is not one of"),
         (("token", "create", "--role", "agent"), "name its folder with -o, as its owner"),
+        (("token", "list"), "name its folder with -o, as its owner"),
         (("token", "revoke", "x"), "name its folder with -o, as its owner"),
     ],
 )

@@ -5,19 +5,21 @@ from __future__ import annotations
 import re
 import socket
 import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 import click
 
 from meshrl.cli import command
-from meshrl.cli.command import CliError, folder_option
+from meshrl.cli.command import CliError, ago, folder_option, json_option, print_json, print_table
 from meshrl.cli.run_folder import RunFolder
 from meshrl.client.authority import Authority
 from meshrl.client.credentials import TRUST_FILE
 from meshrl.client.enrollment import join as join_run
-from meshrl.client.trust import Role, TrustFile
+from meshrl.client.trust import KnownToken, Role, TrustFile
 
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
@@ -45,7 +47,7 @@ def init(folder: RunFolder, run_id: str) -> None:
 
 @click.group()
 def token() -> None:
-    """Make and revoke the tokens by which hosts join a run, or show who they are."""
+    """Make, list and revoke the tokens by which hosts join a run, or show who they are."""
 
 
 @token.command()
@@ -78,6 +80,56 @@ def create(
     click.echo(f"token    {made}")
     if ca_hash:  # of a run without an authority, a token only shows who calls
         click.echo(f"ca-hash  {ca_hash}")
+
+
+@token.command("list")
+@folder_option
+@json_option
+def list_tokens(folder: RunFolder, as_json: bool) -> None:
+    """List the run's tokens, without their secrets, and the members that joined by each."""
+    with _explained():
+        trust = TrustFile(folder.path / "credentials" / TRUST_FILE).read()
+    members: dict[str, list[tuple[str, str]]] = {}
+    for member, by in sorted(trust.came_by.items()):
+        members.setdefault(by.id, []).append(member)
+    if as_json:
+        print_json([
+            {
+                "id": each.id, "role": each.role.value, "expires_s": each.expires_s, "revoked": each.revoked,
+                **asdict(each.scope),
+                "members": [{"role": role, "name": name, "revoked": (role, name) in trust.revoked}
+                            for role, name in members.get(each.id, ())],
+            }
+            for each in trust.tokens.values()
+        ])  # fmt: skip
+        return
+    now_s = time.time()
+    print_table(
+        ("token", "role", "state", "hosts", "runs", "members"),
+        (
+            (
+                each.id,
+                each.role.value,
+                _state(each, now_s),
+                ", ".join(each.scope.hosts) or "-",
+                ", ".join(each.scope.runs) or "all",
+                ", ".join(
+                    f"{role}/{name}{' (revoked)' * ((role, name) in trust.revoked)}"
+                    for role, name in members.get(each.id, ())
+                ) or "-",
+            )
+            for each in trust.tokens.values()
+        ),
+    )  # fmt: skip
+
+
+def _state(known: KnownToken, now_s: float) -> str:
+    if known.revoked:
+        return "revoked"
+    if known.expires_s is None:
+        return "valid"
+    left_s = known.expires_s - now_s
+    return f"valid for {ago(left_s)}" if left_s > 0 else "expired"
 
 
 @token.command()
