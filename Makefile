@@ -13,11 +13,12 @@ RUN := $(UV) run --frozen --no-sync
 # Engine of the demo: embedded, or vllm.
 ENGINE ?= embedded
 
-# Unit tests compute: one worker a core. The others start programs and wait for them, too: one worker more.
+# Unit tests compute: one worker a core. The others start programs and wait for them, too: two workers a core, or one
+# worker more from three cores on, since each takes two GB with its programs.
 # WORKERS=0 runs those one at a time, on a machine that has little memory or other work to do.
 CORES := $(shell getconf _NPROCESSORS_ONLN)
 UNIT_WORKERS ?= $(shell echo $$(($(CORES) < 4 ? $(CORES) : 4)))
-WORKERS ?= $(shell echo $$(($(UNIT_WORKERS) + 1)))
+WORKERS ?= $(shell echo $$(($(UNIT_WORKERS) < 3 ? 2 * $(UNIT_WORKERS) : $(UNIT_WORKERS) + 1)))
 UNIT := tests/unit tests/property tests/golden
 test unit: export PYTHONDONTWRITEBYTECODE = # what tests and their programs import is compiled once
 
