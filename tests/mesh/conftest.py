@@ -14,11 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from mesh_run import PACED, RUN_TOML, WITH_WORKERS, Run
+from mesh_run import PACED, RUN_TOML, WITH_WORKERS, Run, environ
 from meshrl_examples.model import create_model
 from other_user import plant
-
-TASKSETS = Path(__file__).with_name("tasksets")
 
 
 @pytest.fixture(scope="session")
@@ -32,7 +30,6 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def starting(folder: Path, model_dir: Path) -> Iterator[Callable[..., Run]]:
     """Starts runs in `folder`, all with one output folder unless told otherwise, and ends those that are left."""
     runs: list[Run] = []
-    path = filter(None, (str(TASKSETS), os.environ.get("PYTHONPATH")))
 
     def start(*flags: str, output_dir: Path = folder / "out", text: str = RUN_TOML) -> Run:
         config = folder / "run.toml"
@@ -45,7 +42,7 @@ def starting(folder: Path, model_dir: Path) -> Iterator[Callable[..., Run]]:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, "COLUMNS": "200", "PYTHONPATH": os.pathsep.join(path)},
+                env=environ(COLUMNS="200"),
             )
         runs.append(Run(process=process, output_dir=output_dir, console=console))
         return runs[-1]

@@ -15,7 +15,7 @@ import pytest
 from cut_link import CutLink
 from ledger_audit import audit
 from local_ports import free_port
-from mesh_run import Run
+from mesh_run import PACED, PACED_HOST, Run, environ
 from meshrl.client.authority import Authority
 from meshrl.client.trust import Role
 
@@ -41,12 +41,14 @@ def start_worker(tmp_path: Path, model_dir: Path) -> Iterator[Callable[..., subp
     def start(name: str, *flags: str) -> subprocess.Popen[bytes]:
         out = tmp_path / name
         command = (
-            sys.executable, "-m", "meshrl.rollout.main", "--exchange.name", name, "--env.0.id", "reverse_text",
+            sys.executable, "-m", "meshrl.rollout.main", "--exchange.name", name, *PACED_HOST,
             "--model.name", str(model_dir), "--seq-len", "128", "--workers", "0", "--output-dir", str(out), *flags,
         )  # fmt: skip
         with (tmp_path / f"{name}_{len(started)}.txt").open("wb") as console:
             started.append(
-                subprocess.Popen(command, stdout=console, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+                subprocess.Popen(
+                    command, stdout=console, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environ()
+                )
             )
         return started[-1]
 
@@ -65,7 +67,7 @@ def test_workers_that_listen_nowhere_play_a_run_and_nothing_is_lost_or_booked_tw
     authority = Authority.create(out / "credentials", "main")
     more = tmp_path / "exchange.toml"
     more.write_text(MORE.format(port=port))
-    run = start_run("@", str(more), output_dir=out)
+    run = start_run("@", str(more), *PACED, output_dir=out)
     run.wait_for(lambda: "rollout workers may dial in" in run.log("orchestrator"), UP_S)
     with ExitStack() as stack:
         link = stack.enter_context(CutLink(f"127.0.0.1:{port}"))

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from ledger_audit import audit
-from mesh_run import MESH_TOML, Run, check_kill, of_orchestrator
+from mesh_run import MESH_TOML, PACED, Run, check_kill, of_orchestrator
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(600)]
 
@@ -95,7 +95,7 @@ def test_runs_that_join_a_mesh_train_adapters_of_their_own_beside_its_run(
 ) -> None:
     mesh = start_run(
         "--inference", "--max-steps", "400", "--trainer.model.lora.rank", "8", "--trainer.max-concurrent-runs", "3",
-        "--orchestrator.logprob-check.fatal",
+        "--orchestrator.logprob-check.fatal", *PACED,
     )  # fmt: skip
     mesh.wait_for(mesh.steps)
     joined = {

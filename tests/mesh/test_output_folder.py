@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mesh_run import WITH_WORKERS, Run
+from mesh_run import PACED, WITH_WORKERS, Run, environ
 from meshrl.core.private_folders import versions_folder
 from other_user import OTHER
 
@@ -23,7 +23,7 @@ def second(run: Run, *flags: str) -> subprocess.CompletedProcess[str]:
     """The same `rl` once more, on the folder of `run`."""
     assert isinstance(run.process.args, list)
     command = [str(part) for part in run.process.args]
-    return subprocess.run([*command, *flags], capture_output=True, text=True, timeout=240)
+    return subprocess.run([*command, *flags], capture_output=True, text=True, timeout=240, env=environ())
 
 
 def open_to_others(folder: Path) -> list[Path]:
@@ -41,7 +41,7 @@ def contents(folder: Path) -> dict[str, str]:
 
 
 def test_a_second_rl_leaves_a_living_run_alone_and_a_killed_run_leaves_nothing(start_run: Callable[..., Run]) -> None:
-    run = start_run("--max-steps", "500", "--weights.transport", "filesystem", *WITH_WORKERS)
+    run = start_run("--max-steps", "500", "--weights.transport", "filesystem", *WITH_WORKERS, *PACED)
     run.wait_for(lambda: len(run.steps()) >= 1)
     in_memory, configs = versions_folder(run.output_dir), contents(run.output_dir / "configs")
     assert in_memory.is_dir()

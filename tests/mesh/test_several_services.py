@@ -18,7 +18,7 @@ import pytest
 import node_service
 from ledger_audit import audit
 from local_ports import free_port
-from mesh_run import Run
+from mesh_run import PACED, PACED_HOST, Run, environ
 from meshrl.client import ChannelOptions, RolloutClient, WeightSyncClient
 
 pytestmark = [
@@ -39,7 +39,9 @@ def start_program(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[byt
 
     def start(*command: str) -> subprocess.Popen[bytes]:
         with (tmp_path / f"program_{len(started)}.txt").open("wb") as out:
-            started.append(subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL))
+            started.append(
+                subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environ())
+            )
         return started[-1]
 
     yield start
@@ -79,7 +81,7 @@ async def test_services_of_two_languages_play_one_run_and_the_loss_of_one_costs_
 
     def rollout(address: str) -> tuple[str, ...]:
         model = ("--model.name", str(model_dir), "--seq-len", "128", "--weights", hub)
-        return program("rollout", address, *model, "--env.0.id", "reverse_text")
+        return program("rollout", address, *model, "--workers", "0", *PACED_HOST)
 
     theirs = start_program(*program("weights", hub))
     first = start_program(*rollout(dies))
@@ -90,7 +92,7 @@ async def test_services_of_two_languages_play_one_run_and_the_loss_of_one_costs_
         await serving(address)
     run = start_run(
         "--orchestrator.services.rollout", f"{dies},local,{node}", "--orchestrator.services.weights", hub,
-        "--orchestrator.train.env.0.id", "reverse_text", "--orchestrator.train.env.1.id", "typescript-reverse-text",
+        *PACED, "--orchestrator.train.env.1.id", "typescript-reverse-text",
         "--orchestrator.train.env.1.name", "reverse_text_ts", "--orchestrator.train.env.1.group-size", "2",
         "--no-orchestrator.train.env.1.local",
     )  # fmt: skip

@@ -16,6 +16,7 @@ from typing import Any
 from meshrl.client import ChannelOptions
 from meshrl.client.credentials import TokenCredentials
 
+TASKSETS = Path(__file__).parents[1] / "mesh" / "tasksets"
 PROGRAMS = ("rollout", "trainer", "weights", "inference", "orchestrator")
 READY_S = 240.0
 ENDS_S = 90.0
@@ -72,6 +73,14 @@ PACED = (
     "--orchestrator.max-inflight-rollouts", "16",
 )  # fmt: skip
 """Flags of a run that trains a step every two or three seconds: while a test looks at it, the cores are for others."""
+PACED_HOST = ("--env.0.id", "paced_reversing", "--env.0.name", "reverse_text")
+"""Flags of a rollout program that plays for such a run."""
+
+
+def environ(**more: str) -> dict[str, str]:
+    """The environment of a program that finds the tasksets of these tests."""
+    path = os.pathsep.join(filter(None, (str(TASKSETS), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": path, **more}
 
 
 @dataclass
