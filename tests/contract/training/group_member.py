@@ -18,13 +18,14 @@ with loading():
     import torch
 
     from meshrl.core.orphans import Lifeline
-    from meshrl.trainer.ranks.commands import CommandSender
     from meshrl.training.parallel.rank_group import RankGroup
 
 
 def main(folder: Path, mode: str) -> None:
     if mode == "early" and os.environ["RANK"] == "1":
         sys.exit("rank 1 has a problem")
+    if mode == "idle":
+        from meshrl.trainer.ranks.commands import CommandSender  # it imports transformers, which takes seconds
     group = RankGroup.start(os.environ, device=torch.device("cpu"), timeout_s=2 if mode == "idle" else 60)
     lifeline = Lifeline.tie(group, os.environ)
     told: list[int] = []
