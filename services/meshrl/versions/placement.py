@@ -227,6 +227,11 @@ class WeightPlacement:
         """The tensors of which this rank holds parts."""
         return self._moves.keys()
 
+    @property
+    def moves(self) -> Mapping[str, Sequence[Move]]:
+        """By tensor."""
+        return self._moves
+
     @torch.no_grad()
     def fill(self, tensors: Iterable[tuple[str, torch.Tensor]], parameters: Mapping[str, torch.Tensor]) -> None:
         """Copies whole tensors to where their parts belong, as what was watched did."""

@@ -328,7 +328,9 @@ class TwoRanks:
             collective=CollectivePlan(num_senders=2, bucket_bytes=bucket_bytes),
         )
         self.shares = [
-            BroadcastShare(sender=sender, device=CPU, store_address=address, backend="gloo", deadline_s=DEADLINE_S)
+            BroadcastShare(
+                sender=sender, device=CPU, store_address=address, backend="gloo", deadline_s=DEADLINE_S, plan=self.plan
+            )
             for sender in range(2)
         ]
         RankCallThread(self.shares[1], reach_store(address, deadline_s=30.0), rank=1)

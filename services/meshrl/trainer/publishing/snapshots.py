@@ -116,6 +116,7 @@ class Snapshotter:
                 store_address=settings.store_address,
                 backend=settings.backend,
                 deadline_s=settings.deadline_s,
+                plan=self.plan,
             )
         else:
             kind = FileShare if settings.transport == Transport.FILESYSTEM.value else StreamShare

@@ -1,23 +1,28 @@
-"""The two ends of a broadcast: a sender rank of the trainer sends its snapshot, a rank of an engine receives a version.
+"""The two ends of a group: a sender rank of the trainer sends its snapshot, a rank of an engine receives a version.
 
-A snapshot (`versions.snapshot`) has its pieces in the order in which they are sent, so nothing is copied once more. A
-receiver checks a version and passes on whole tensors. Used by the broadcast transport, the embedded engine's
-`BroadcastReceiver` and vLLM's workers.
+A snapshot (`versions.snapshot`) has its pieces in the order in which they are broadcast, so nothing is copied once
+more. A receiver checks a version and passes on whole tensors. In a scattered group (see `scatter`) a receiver gets no
+more than the parts that it holds, and the ranks of an engine check them together. Used by the broadcast transport, the
+embedded engine's `BroadcastReceiver` and vLLM's workers.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
-from meshrl.versions.collective.communicator import Broadcast, Communicator, reach_store
+from meshrl.versions.collective import scatter
+from meshrl.versions.collective.communicator import Communicator, Operation, reach_store
 from meshrl.versions.collective.digest import digest_bytes, sum128
 from meshrl.versions.collective.plan import Bucket, PublishPlan
+from meshrl.versions.collective.scatter import Message, Offer
 from meshrl.versions.layout import TORCH_DTYPES
+from meshrl.versions.placement import PartDigests, WeightPlacement
 from meshrl.versions.snapshot import Snapshot
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import JoinGroup, Manifest, TensorEntry
@@ -26,28 +31,60 @@ from meshrl.wire.types import JoinGroup, Manifest, TensorEntry
 class Sender:
     """One sender rank's end of a group. Blocking: use it off the event loop and off the training thread."""
 
-    def __init__(self, communicator: Communicator, *, sender: int, device: torch.device) -> None:
+    def __init__(
+        self, communicator: Communicator, *, sender: int, device: torch.device,
+        messages: Sequence[Sequence[Message]] | None = None,
+    ) -> None:  # fmt: skip
+        """`messages`: of each bucket, that to each receiver; None: versions are broadcast."""
         self._communicator = communicator
         self._sender = sender
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]  # torch has none
         self._device = device
+        self._messages = messages
 
     @classmethod
     def meet(
         cls, store: Store, *, generation: int, backend: str, sender: int, num_receivers: int, device: torch.device,
-        deadline_s: float,
+        deadline_s: float, plan: PublishPlan | None = None,
     ) -> Sender:  # fmt: skip
-        """Meets the receivers at `store`. Raises MeshError GROUP_BROKEN when they do not all come in time."""
+        """Meets the receivers at `store`. Raises MeshError GROUP_BROKEN when they do not all come in time.
+
+        `plan`: of the versions that may be scattered.
+        """
         if device.type == "cuda":
             torch.cuda.set_device(device)
+        group = PrefixStore(f"g{generation}", store)
+        offers: list[Offer] | None = None
+
+        def met() -> None:
+            nonlocal offers
+            if plan is not None and sender == 0 and (offers := scatter.scatter_offers(group, plan, num_receivers)):
+                scatter.announce(group)
+
         communicator = Communicator(
             store, generation=generation, sender=sender, rank=0, size=1 + num_receivers, backend=backend,
-            device=device, deadline_s=deadline_s,
+            device=device, deadline_s=deadline_s, met=met,
         )  # fmt: skip
-        return cls(communicator, sender=sender, device=device)
+        try:
+            if plan is not None and sender and scatter.is_scattered(group):
+                offers = scatter.read_offers(group, plan, num_receivers)
+        except RuntimeError as error:
+            communicator.abort()
+            raise MeshError(Reason.GROUP_BROKEN, f"group {generation}: the store is gone: {error}") from error
+        if plan is None or offers is None:
+            return cls(communicator, sender=sender, device=device)
+        messages = [
+            [scatter.message(plan.tensors, bucket, sender, offer.moves) for offer in offers] for bucket in plan.buckets
+        ]
+        return cls(communicator, sender=sender, device=device, messages=messages)
+
+    @property
+    def scatters(self) -> bool:
+        """Whether each receiver gets no more than the parts that it holds."""
+        return self._messages is not None
 
     def send(self, snapshot: Snapshot, *, stall_s: float, moved: Callable[[], object] = lambda: None) -> None:
-        """Broadcasts a snapshot; returns when all its bytes have left. Raises MeshError GROUP_BROKEN.
+        """Broadcasts or scatters a snapshot; returns when all its bytes have left. Raises MeshError GROUP_BROKEN.
 
         `moved` is called for each part that has.
         """
@@ -62,11 +99,41 @@ class Sender:
             self._send(snapshot, stall_s, moved)
 
     def _send(self, snapshot: Snapshot, stall_s: float, moved: Callable[[], object]) -> None:
+        if self._messages is not None:
+            self._scatter(snapshot, self._messages, stall_s, moved)
+            return
         spans = [bucket.spans[self._sender] for bucket in snapshot.plan.buckets]
         works = [self._communicator.broadcast(snapshot.flat[begin:end]) for begin, end in spans if begin < end]
         for work in works:
             self._communicator.finish(work, stall_s)
             moved()
+
+    def _scatter(
+        self, snapshot: Snapshot, messages: Sequence[Sequence[Message]], stall_s: float, moved: Callable[[], object]
+    ) -> None:
+        """Packs the messages of a bucket while those of the one before it leave."""
+        spans = [bucket.spans[self._sender] for bucket in snapshot.plan.buckets]
+        due = [each for each, (begin, end) in zip(messages, spans, strict=True) if begin < end]
+        sizes = [[message.num_bytes for message in each] for each in due]
+        room = max(map(sum, sizes), default=0)
+        free = [torch.empty(room, dtype=torch.uint8, device=self._device) for _ in range(min(2, len(due)))]
+        works: deque[tuple[Operation, torch.Tensor]] = deque()
+
+        def finish_one() -> None:
+            work, buffer = works.popleft()
+            self._communicator.finish(work, stall_s)
+            free.append(buffer)
+            moved()
+
+        for each, each_sizes in zip(due, sizes, strict=True):
+            if not free:
+                finish_one()
+            buffer = free.pop()
+            flat = buffer[: sum(each_sizes)]
+            scatter.pack(each, snapshot.flat, flat)
+            works.append((self._communicator.scatter(flat, each_sizes), buffer))
+        while works:
+            finish_one()
 
     def abort(self) -> None:
         """Ends the group, from any thread; a send under way raises GROUP_BROKEN."""
@@ -78,30 +145,44 @@ Sink = Callable[[Sequence[tuple[str, torch.Tensor]]], None]
 
 @dataclass(kw_only=True)
 class ReceiveTimes:
-    """Where the time of a broadcast went, in seconds: waiting for bytes, in the sink, checking digests."""
+    """Where the time of a version went, in seconds: waiting for bytes, in the sink, checking digests; and the bytes."""
 
     wire_s: float = 0.0
     load_s: float = 0.0
     verify_s: float = 0.0
+    num_bytes: int = 0
 
 
 class Receiver:
     """One rank of an engine in a group. Blocking: use it off the event loop; `abort` may come from another thread."""
 
-    def __init__(self, communicators: Sequence[Communicator], device: torch.device) -> None:
+    def __init__(
+        self, communicators: Sequence[Communicator], device: torch.device, group: JoinGroup, store: Store, index: int
+    ) -> None:
         self._communicators = communicators
         self._device = device
+        self._group, self._store, self._index = group, store, index
         self._buffers: list[torch.Tensor | None] = [None, None]
+        self._held: WeightPlacement | None = None  # what the senders scatter to this rank
+        self._messages: Sequence[Sequence[Message]] = ()  # of each bucket, that of each sender
 
     @classmethod
-    def join(cls, group: JoinGroup, *, index: int, device: torch.device) -> Receiver:
-        """Meets the senders as receiver `index` of its engine. Raises MeshError GROUP_BROKEN."""
+    def join(
+        cls, group: JoinGroup, *, index: int, device: torch.device, placement: WeightPlacement | None = None
+    ) -> Receiver:
+        """Meets the senders as receiver `index` of its engine. Raises MeshError GROUP_BROKEN.
+
+        `placement`: of the parts that this rank holds, where it needs no others.
+        """
         if device.type == "cuda":
             torch.cuda.set_device(device)
         end_s = time.monotonic() + group.deadline_s
         store = reach_store(group.store_address, deadline_s=group.deadline_s)
         communicators: list[Communicator] = []
+        joined = cls(communicators, device, group, PrefixStore(f"g{group.generation}", store), index)
         try:
+            if placement is not None:
+                joined.offer(placement)
             for sender in range(group.num_senders):
                 communicators.append(  # noqa: PERF401 - those that met must be ended when a later one fails
                     Communicator(
@@ -110,11 +191,26 @@ class Receiver:
                         deadline_s=max(0.1, end_s - time.monotonic()),
                     )
                 )  # fmt: skip
+            if placement is not None and scatter.is_scattered(joined._store):
+                joined._held = placement
+        except RuntimeError as error:  # the store is gone
+            joined.abort()
+            raise MeshError(Reason.GROUP_BROKEN, f"group {group.generation}: the store is gone: {error}") from error
         except MeshError:
-            for communicator in communicators:
-                communicator.abort()
+            joined.abort()
             raise
-        return cls(communicators, device)
+        return joined
+
+    def offer(self, placement: WeightPlacement) -> None:
+        """Offers the senders what this rank holds, for the next group. Raises RuntimeError when the store is gone."""
+        if self._group.num_senders > 1:
+            first = self._group.first_receiver
+            scatter.write_offer(self._store, first + self._index, Offer(engine=first, moves=placement.moves))
+
+    @property
+    def is_scattered(self) -> bool:
+        """Whether versions come by `receive_held`."""
+        return self._held is not None
 
     @torch.no_grad()
     def receive(self, manifest: Manifest, sink: Sink, *, stall_s: float) -> ReceiveTimes:
@@ -124,17 +220,19 @@ class Receiver:
         nothing moves for `stall_s` or the group was ended, DIGEST_MISMATCH naming the tensor, and the errors of the
         sink. The group outlives a wrong digest, and nothing else of these.
         """
-        plan = manifest.collective
-        if plan is None or plan.num_senders != len(self._communicators):
-            raise MeshError(
-                Reason.GROUP_BROKEN, f"the group has {len(self._communicators)} senders, the version {plan}"
-            )
-        times = ReceiveTimes()
-        try:
-            digests = self._take(PublishPlan(tensors=manifest.tensors, collective=plan), sink, stall_s, times)
-        except BaseException:  # the sink's too: senders must not wait for a rank that is out of step
-            self.abort()
-            raise
+        plan, times, digests = self._plan_of(manifest), ReceiveTimes(), list[torch.Tensor]()
+
+        def take(index: int, flat: torch.Tensor) -> None:
+            began_s = time.perf_counter()
+            tensors = self._assemble(plan.tensors, plan.buckets[index], flat)
+            digests.extend(sum128(tensor) for _, tensor in tensors)
+            verified_s = time.perf_counter()
+            sink(tensors)
+            times.verify_s += verified_s - began_s
+            times.load_s += time.perf_counter() - verified_s
+
+        sizes = [[end - begin for begin, end in bucket.spans] for bucket in plan.buckets]
+        self._take(plan, sizes, Communicator.broadcast, take, stall_s, times)
         began_s = time.perf_counter()
         for entry, lanes in zip(manifest.tensors, torch.stack(digests).cpu(), strict=True):
             if digest_bytes(lanes) != entry.digest:
@@ -143,38 +241,87 @@ class Receiver:
         times.verify_s += time.perf_counter() - began_s
         return times
 
-    def _take(self, plan: PublishPlan, sink: Sink, stall_s: float, times: ReceiveTimes) -> list[torch.Tensor]:
-        digests: list[torch.Tensor] = []
-        order = plan.buckets
-        under_way = self._start(order[0], 0)
-        for turn, bucket in enumerate(order):
-            flat, works = under_way
-            if turn + 1 < len(order):  # into the other buffer: the current stream is done with it by then
-                under_way = self._start(order[turn + 1], turn + 1)
-            began_s = time.perf_counter()
-            for communicator, work in works:
-                communicator.finish(work, stall_s)
-            arrived_s = time.perf_counter()
-            tensors = self._assemble(plan.tensors, bucket, flat)
-            digests += [sum128(tensor) for _, tensor in tensors]
-            verified_s = time.perf_counter()
-            sink(tensors)
-            times.wire_s += arrived_s - began_s
-            times.verify_s += verified_s - arrived_s
-            times.load_s += time.perf_counter() - verified_s
-        return digests
+    @torch.no_grad()
+    def receive_held(
+        self, manifest: Manifest, parameters: Mapping[str, torch.Tensor], *, stall_s: float
+    ) -> tuple[ReceiveTimes, PartDigests]:
+        """Receives the parts of a version that this rank holds into its parameters; returns their digests, unchecked.
 
-    def _start(self, bucket: Bucket, turn: int) -> tuple[torch.Tensor, list[tuple[Communicator, Broadcast]]]:
-        sizes = [end - begin for begin, end in bucket.spans]
+        On the current stream, as `receive`. Raises MeshError GROUP_BROKEN.
+        """
+        plan, times, held = self._plan_of(manifest), ReceiveTimes(), self._held
+        assert held is not None, "the group is scattered"
+        if not self._messages:  # they are those of every version of a group
+            senders = range(len(self._communicators))
+            self._messages = [
+                [scatter.message(plan.tensors, bucket, sender, held.moves) for sender in senders]
+                for bucket in plan.buckets
+            ]
+        messages = self._messages
+
+        def take(index: int, flat: torch.Tensor) -> None:
+            began_s = time.perf_counter()
+            scatter.unpack(messages[index], flat, parameters)
+            times.load_s += time.perf_counter() - began_s
+
+        sizes = [[message.num_bytes for message in each] for each in messages]
+        self._take(plan, sizes, Communicator.receive_piece, take, stall_s, times)
+        began_s = time.perf_counter()
+        digests = held.digests(parameters)
+        times.verify_s += time.perf_counter() - began_s
+        return times, digests
+
+    def _plan_of(self, manifest: Manifest) -> PublishPlan:
+        plan = manifest.collective
+        if plan is None or plan.num_senders != len(self._communicators):
+            raise MeshError(
+                Reason.GROUP_BROKEN, f"the group has {len(self._communicators)} senders, the version {plan}"
+            )
+        return PublishPlan(tensors=manifest.tensors, collective=plan)
+
+    def _take(
+        self,
+        plan: PublishPlan,
+        sizes: Sequence[Sequence[int]],
+        begin: Callable[[Communicator, torch.Tensor], Operation],
+        take: Callable[[int, torch.Tensor], None],
+        stall_s: float,
+        times: ReceiveTimes,
+    ) -> None:
+        """Receives one bucket after the other, each while the one before it is taken; `sizes`: from each sender."""
+        order = plan.buckets
+
+        def start(turn: int) -> tuple[torch.Tensor, list[tuple[Communicator, Operation]]]:
+            flat, works, at = self._room(sum(sizes[turn]), turn), [], 0
+            for communicator, size, (first, last) in zip(
+                self._communicators, sizes[turn], order[turn].spans, strict=True
+            ):
+                if first < last:
+                    works.append((communicator, begin(communicator, flat[at : at + size])))
+                    at += size
+            return flat, works
+
+        try:
+            under_way = start(0)
+            for turn in range(len(order)):
+                flat, works = under_way
+                if turn + 1 < len(order):  # into the other buffer: the current stream is done with it by then
+                    under_way = start(turn + 1)
+                began_s = time.perf_counter()
+                for communicator, work in works:
+                    communicator.finish(work, stall_s)
+                times.wire_s += time.perf_counter() - began_s
+                times.num_bytes += sum(sizes[turn])
+                take(turn, flat)
+        except BaseException:  # the sink's too: senders must not wait for a rank that is out of step
+            self.abort()
+            raise
+
+    def _room(self, size: int, turn: int) -> torch.Tensor:
         buffer = self._buffers[turn % 2]
-        if buffer is None or buffer.numel() < sum(sizes):
-            buffer = self._buffers[turn % 2] = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
-        works, at = [], 0
-        for communicator, size in zip(self._communicators, sizes, strict=True):
-            if size:
-                works.append((communicator, communicator.broadcast(buffer[at : at + size])))
-                at += size
-        return buffer, works
+        if buffer is None or buffer.numel() < size:
+            buffer = self._buffers[turn % 2] = torch.empty(size, dtype=torch.uint8, device=self._device)
+        return buffer
 
     def _assemble(
         self, entries: Sequence[TensorEntry], bucket: Bucket, flat: torch.Tensor

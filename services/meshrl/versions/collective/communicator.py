@@ -13,14 +13,14 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore, Work
-from torch.distributed import BroadcastOptions, DistStoreError, ProcessGroupGloo
+from torch.distributed import AllToAllOptions, BroadcastOptions, DistStoreError, ProcessGroupGloo
 
 from meshrl.core.clock import AwakeClock
 from meshrl.wire.errors import MeshError, Reason
@@ -95,8 +95,11 @@ def _persist(connect: Callable[[timedelta], TCPStore], failed: str, deadline_s: 
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Broadcast:
-    """A broadcast under way. On a GPU `event` comes once it is over; NCCL's own call also returns for a failed one."""
+class Operation:
+    """A broadcast or a scatter under way.
+
+    On a GPU `event` comes once it is over; NCCL's own call also returns for a failed one.
+    """
 
     work: Work
     event: torch.cuda.Event | None = None
@@ -121,16 +124,21 @@ class Broadcast:
 class Communicator:
     def __init__(
         self, store: Store, *, generation: int, sender: int, rank: int, size: int, backend: str, device: torch.device,
-        deadline_s: float,
+        deadline_s: float, met: Callable[[], object] = lambda: None,
     ) -> None:  # fmt: skip
-        """Meets the others. Raises MeshError GROUP_BROKEN naming the ranks that did not come in time."""
+        """Meets the others. Raises MeshError GROUP_BROKEN naming the ranks that did not come in time.
+
+        `met` is called once all are here; that of rank 0 has ended before the constructor of any other rank ends.
+        """
         self._name = f"group {generation}, sender {sender}"
         self._broken = threading.Event()
         self._device = device
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]  # torch has none
         own = PrefixStore(f"g{generation}/s{sender}", store)
+        self._size = size
         self._meet(own, rank, size, deadline_s)
         try:
+            met()
             self._group = _process_group(own, rank, size, backend, device, deadline_s)
             if backend == "gloo":
                 self._outlived = _KEEPER.outlive(self, self._group)
@@ -158,25 +166,45 @@ class Communicator:
                 text = f"{self._name}: rank {other} of {size} did not come within {deadline_s:g} s"
                 raise MeshError(Reason.GROUP_BROKEN, text) from error
 
-    def broadcast(self, flat: torch.Tensor) -> Broadcast:
+    def broadcast(self, flat: torch.Tensor) -> Operation:
         """Starts to send (rank 0) or to fill (the others) a contiguous buffer; ordered after the current stream."""
-        if self._broken.is_set():
-            raise MeshError(Reason.GROUP_BROKEN, f"{self._name} was ended")
         options = BroadcastOptions()
         options.rootRank = 0
+        return self._start(lambda: self._group.broadcast([flat], options))
+
+    def scatter(self, flat: torch.Tensor, sizes: Sequence[int]) -> Operation:
+        """Starts to send each receiver its own piece of a contiguous buffer (rank 0); ordered as a broadcast is.
+
+        `flat` (sum of `sizes`,) uint8 has the pieces in the order of the receivers.
+        """
+        nothing = [0] * self._size
+        return self._start(
+            lambda: self._group.alltoall_base(flat.new_empty(0), flat, nothing, [0, *sizes], AllToAllOptions())
+        )
+
+    def receive_piece(self, piece: torch.Tensor) -> Operation:
+        """Starts to fill a contiguous uint8 buffer with this receiver's piece of what rank 0 scatters."""
+        from_rank_0, nothing = [piece.numel(), *[0] * (self._size - 1)], [0] * self._size
+        return self._start(
+            lambda: self._group.alltoall_base(piece, piece.new_empty(0), from_rank_0, nothing, AllToAllOptions())
+        )
+
+    def _start(self, begin: Callable[[], Work]) -> Operation:
+        if self._broken.is_set():
+            raise MeshError(Reason.GROUP_BROKEN, f"{self._name} was ended")
         try:
-            work = self._group.broadcast([flat], options)
+            work = begin()
             if self._side is None:
-                return Broadcast(work=work)
+                return Operation(work=work)
             with torch.cuda.stream(self._side):
                 work.wait()  # the stream does, not this thread
-                return Broadcast(work=work, event=self._side.record_event())
+                return Operation(work=work, event=self._side.record_event())
         except RuntimeError as error:  # ended by another thread just now, or the backend's word on an earlier failure
             self.abort()
             raise MeshError(Reason.GROUP_BROKEN, f"{self._name}: {error}") from error
 
-    def finish(self, under_way: Broadcast, stall_s: float) -> None:
-        """Waits until a broadcast is over on this side. Raises MeshError GROUP_BROKEN.
+    def finish(self, under_way: Operation, stall_s: float) -> None:
+        """Waits until an operation is over on this side. Raises MeshError GROUP_BROKEN.
 
         A time in which this process itself stood still is not counted: what has arrived meanwhile is taken first.
         """
@@ -201,7 +229,7 @@ class Communicator:
             raise MeshError(Reason.GROUP_BROKEN, f"{self._name}: {error}") from error
 
     def abort(self) -> None:
-        """Ends the group, a broadcast under way included; safe from any thread, more than once."""
+        """Ends the group, an operation under way included; safe from any thread, more than once."""
         if self._broken.is_set():
             return
         self._broken.set()

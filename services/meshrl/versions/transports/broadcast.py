@@ -1,10 +1,13 @@
 """The broadcast transport (nccl, or gloo on a CPU): the trainer's ranks send a version to the engines directly.
 
-A version is staged and sealed at the hub as a manifest without bytes; the bytes are broadcast once, in a group of
-engines that the hub forms. Engines that miss the broadcast are in the group of the next version. Where none comes, they
-pull: the ranks send their rows to rank 0, which brings the hub a copy in chunks. That takes a version's size of its
-memory and of the hub's disk, so it is done only while an engine lacks the version. The training thread puts the newest
-snapshot into `BroadcastShare.held`.
+A version is staged and sealed at the hub as a manifest without bytes; the bytes are sent once, in a group of engines
+that the hub forms. They are broadcast, or scattered where every rank of the engines knows what it holds and that pays
+(see `collective.scatter`). A rank learns it from its first version, so after that one the group meets anew. Once a
+scattered version broke off, this trainer broadcasts.
+
+Engines that miss a version are in the group of the next one. Where none comes, they pull: the ranks send their rows to
+rank 0, which brings the hub a copy in chunks. That takes a version's size of its memory and of the hub's disk, so it is
+done only while an engine lacks the version. The training thread puts the newest snapshot into `BroadcastShare.held`.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from meshrl.versions.collective.broadcasting import Receiver, Sender
 from meshrl.versions.collective.communicator import reach_store
 from meshrl.versions.collective.digest import digest_bytes
 from meshrl.versions.collective.plan import PublishPlan
+from meshrl.versions.collective.scatter import have_offered, scatter_offers
 from meshrl.versions.progress import Progress
 from meshrl.versions.snapshot import Captured, HeldSnapshot, HostCopies, Snapshot
 from meshrl.versions.transports.base import Answer, Prepared, PublishCall, VersionCall, VersionLine
@@ -77,12 +81,15 @@ class BroadcastShare:
     calls = (MeetEngines, SendVersion, CopyVersion)
 
     def __init__(
-        self, *, sender: int, device: torch.device, store_address: str, backend: str, deadline_s: float
-    ) -> None:
+        self, *, sender: int, device: torch.device, store_address: str, backend: str, deadline_s: float,
+        plan: PublishPlan,
+    ) -> None:  # fmt: skip
         """`deadline_s`: how long a broadcast may stand still, and this rank's training may lag behind rank 0's."""
         self.held: HeldSnapshot[Snapshot] = HeldSnapshot()
         self.progress = Progress()
         self.store_address, self.backend, self.deadline_s = store_address, backend, deadline_s
+        self.may_scatter = True
+        self._plan = plan
         self._sender, self._device = sender, device
         self._store: Store | None = None
         self._group: Sender | None = None
@@ -94,7 +101,10 @@ class BroadcastShare:
         """Meets the receivers of a group, or sends what this rank holds."""
         if isinstance(call, MeetEngines):
             self.leave()
-            self._group = self._meet(self.backend, self._device, call.generation, call.num_receivers, call.deadline_s)
+            plan = self._plan if self.may_scatter else None
+            self._group = self._meet(
+                self.backend, self._device, call.generation, call.num_receivers, call.deadline_s, plan
+            )
             return {}
         with self._snapshot(call.version) as snapshot:
             if isinstance(call, CopyVersion):
@@ -136,8 +146,19 @@ class BroadcastShare:
         with self._lock:
             return None if snapshot is None or self._reading else snapshot.flat
 
+    @property
+    def scatters(self) -> bool:
+        """Whether this rank is in a group that gets no more of a version than each receiver holds."""
+        return self._group is not None and self._group.scatters
+
     def _meet(
-        self, backend: str, device: torch.device, generation: int, num_receivers: int, deadline_s: float
+        self,
+        backend: str,
+        device: torch.device,
+        generation: int,
+        num_receivers: int,
+        deadline_s: float,
+        plan: PublishPlan | None = None,
     ) -> Sender:
         self._store = self._store or reach_store(self.store_address, deadline_s=deadline_s)
         return Sender.meet(
@@ -148,6 +169,7 @@ class BroadcastShare:
             num_receivers=num_receivers,
             device=device,
             deadline_s=deadline_s,
+            plan=plan,
         )
 
     @contextmanager
@@ -199,6 +221,7 @@ class BroadcastTransport:
         self._chunk_bytes, self._watch_s = chunk_bytes, watch_s
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="broadcast")  # the GPU belongs to a thread
         self._group: OpenedGroup | None = None
+        self._compared = 0  # generation of the last group whose ranks have all offered what they hold
         self._manifest: Manifest | None = None  # of the newest version
         self._took: set[str] = set()  # engines that it was broadcast to
         self._delivered_s: float | None = None
@@ -282,7 +305,7 @@ class BroadcastTransport:
                 names = capable.keys() - without
                 in_group = {name for name in names if capable[name].group_generation == generation}
                 members = set() if self._group is None else {member.engine_id for member in self._group.members}
-                if not names or members == names == in_group:
+                if not names or (members == names == in_group and not await self._in_thread(self._scatters_next)):
                     return
                 missing = await self._meet(without)
                 if not missing:
@@ -321,9 +344,22 @@ class BroadcastTransport:
             if not missing:
                 raise
             return missing
-        logger.info("group {} has {} engine(s)", opened.generation, len(opened.members))
+        how = "each rank gets the parts that it holds" if self._share.scatters else "each rank gets all"
+        logger.info("group {} has {} engine(s), {}", opened.generation, len(opened.members), how)
         self._group = opened
         return set()
+
+    def _scatters_next(self) -> bool:
+        """Whether the group's ranks know by now what they hold, so that a new one would be scattered."""
+        group = self._group
+        if group is None or group.generation == self._compared or self._share.scatters or not self._share.may_scatter:
+            return False
+        num_receivers = sum(member.num_ranks for member in group.members)
+        store = PrefixStore(f"g{group.generation}", self._store)
+        if not have_offered(store, num_receivers):
+            return False
+        self._compared = group.generation
+        return scatter_offers(store, self._plan, num_receivers) is not None
 
     def _absent(self, opened: OpenedGroup) -> set[str]:
         """Engines of which a rank did not come to sender 0, where everybody is met first (see `Communicator`)."""
@@ -341,13 +377,15 @@ class BroadcastTransport:
         """Sends a version to the group, once. Returns whether all of the group have it."""
         if self._group is None:
             return True
-        call = SendVersion(version=version)
+        call, scattered = SendVersion(version=version), self._share.scatters
         stall_s = self._share.deadline_s + GRACE_S  # each rank ends a send that stands still
         self.progress.moved()
         try:
             await self._in_thread(lambda: self._ranks.call(call, stall_s=stall_s))
         except MeshError as error:
             self._group = None
+            if scattered:  # whatever broke it, a broadcast is what worked before
+                self._share.may_scatter = False
             if error.reason not in _PASSING:
                 raise
             logger.warning("version {} did not reach the group, its engines get a copy: {}", version, error)

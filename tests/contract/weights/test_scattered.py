@@ -1,0 +1,198 @@
+"""Groups whose ranks learn what they hold: the next one is scattered, and one with a rank that knows nothing is not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Any
+
+import torch
+
+from meshrl.inference.engine import CollectiveSupport
+from meshrl.trainer.publishing.publisher import Publisher
+from meshrl.versions.collective.broadcasting import Receiver
+from meshrl.versions.collective.communicator import open_store
+from meshrl.versions.collective.plan import PublishPlan, rows_of
+from meshrl.versions.placement import WeightPlacement, check_parts
+from meshrl.versions.snapshot import Captured, take_snapshot
+from meshrl.versions.transports.base import Answer, VersionLine
+from meshrl.versions.transports.broadcast import BroadcastShare, BroadcastTransport
+from meshrl.versions.transports.rank_calls import RankCalls
+from meshrl.wire.manifest import plan_tensors
+from meshrl.wire.types import CollectivePlan, JoinGroup, Manifest
+from placed_engine import PlacedRank, State, placement_of, state_of
+from weight_mesh import MemoryEngine, Mesh
+
+CPU = torch.device("cpu")
+RANKS = 2
+DEADLINE_S = 5.0
+
+
+class Divided(MemoryEngine):
+    """An engine of two ranks, each with its receiver, which hold tensors as engines do."""
+
+    def __init__(self) -> None:
+        super().__init__(state_of(0))
+        self.collective = CollectiveSupport(ranks=RANKS, backend="gloo")
+        self.ranks = [PlacedRank(rank, RANKS) for rank in range(RANKS)]
+        self.placements: list[WeightPlacement | None] = [None] * RANKS
+        self.receivers: list[Receiver] = []
+        self.received_bytes: list[list[int]] = []  # of each version, by rank
+        self.breaks_off = False
+
+    async def join_group(self, group: JoinGroup) -> None:
+        await self.leave_group()
+        join = [
+            asyncio.to_thread(Receiver.join, group, index=rank, device=CPU, placement=placement)
+            for rank, placement in enumerate(self.placements)
+        ]
+        self.receivers = list(await asyncio.gather(*join))
+
+    async def leave_group(self) -> None:
+        for receiver in self.receivers:
+            receiver.close()
+        self.receivers = []
+
+    async def receive(self, manifest: Manifest) -> None:
+        received = await asyncio.gather(*(asyncio.to_thread(self._receive, manifest, rank) for rank in range(RANKS)))
+        self.received_bytes.append([num_bytes for num_bytes, _ in received])
+        if any(parts := [parts for _, parts in received]):
+            check_parts(manifest, parts)
+        self.shadow = (manifest.version, {})
+
+    def _receive(self, manifest: Manifest, rank: int) -> tuple[int, object]:
+        receiver, held = self.receivers[rank], self.ranks[rank]
+        if self.breaks_off:
+            receiver.abort()
+        if receiver.is_scattered:
+            times, digests = receiver.receive_held(manifest, held.parameters, stall_s=DEADLINE_S)
+            return times.num_bytes, digests
+        state: State = {}
+        times = receiver.receive(
+            manifest, lambda pairs: state.update((name, tensor.clone()) for name, tensor in pairs), stall_s=DEADLINE_S
+        )
+        held.load(state)
+        if self.placements[rank] is None:
+            placement = self.placements[rank] = placement_of(PlacedRank(rank, RANKS), state)
+            receiver.offer(placement)
+        return times.num_bytes, {}
+
+    def computes_with(self, state: State) -> bool:
+        for held in self.ranks:
+            whole = PlacedRank(held.rank, RANKS)
+            whole.load(state)
+            if not all(torch.equal(tensor, held.parameters[name]) for name, tensor in whole.parameters.items()):
+                return False
+        return True
+
+
+class BothShares:
+    """The shares of two ranks as one, carried out side by side."""
+
+    def __init__(self, shares: list[BroadcastShare]) -> None:
+        self.calls, self.progress = BroadcastShare.calls, shares[0].progress
+        self._shares, self._threads = shares, ThreadPoolExecutor(len(shares))
+
+    def carry_out(self, call: Any) -> Answer:
+        for answer in self._threads.map(lambda share: share.carry_out(call), self._shares):
+            assert not answer
+        return {}
+
+
+class TwoSenders:
+    """A trainer of two ranks that have each half of the rows of every tensor."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.store = open_store("127.0.0.1", deadline_s=DEADLINE_S)
+        address = f"127.0.0.1:{self.store.port}"
+        state = state_of(0)
+        tensors = plan_tensors((n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in state.items())
+        self.plan = PublishPlan(tensors=tensors, collective=CollectivePlan(num_senders=2, bucket_bytes=100))
+        self.shares = [
+            BroadcastShare(
+                sender=sender, device=CPU, store_address=address, backend="gloo", deadline_s=DEADLINE_S, plan=self.plan
+            )
+            for sender in range(2)
+        ]
+        line, calls = VersionLine(run_id="run", epoch=1), RankCalls(BothShares(self.shares), None, num_ranks=1)
+        client = mesh.client()
+        transport = BroadcastTransport(line, calls, self.shares[0], self.plan, client, self.store, watch_s=0.1)
+        self.publisher = Publisher(client, transport)
+
+    async def publish(self, version: int, state: State) -> bool:
+        """Returns whether it was scattered."""
+        lanes = torch.zeros((len(self.plan.tensors), 2), dtype=torch.int64)
+        for sender, share in enumerate(self.shares):
+            rows = {name: tensor[slice(*rows_of(len(tensor), sender, 2))] for name, tensor in state.items()}
+            snapshot = take_snapshot(self.plan, rows, sender, CPU)
+            assert snapshot.digests is not None
+            lanes += snapshot.digests
+            share.held.put(version, snapshot)
+        await self.publisher.publish(version, Captured(digests=lanes.numpy()))
+        return self.shares[0].scatters
+
+
+@asynccontextmanager
+async def two_senders(mesh: Mesh) -> AsyncIterator[TwoSenders]:
+    made = TwoSenders(mesh)
+    yield made
+    await made.publisher.close()
+
+
+async def test_ranks_that_have_loaded_a_version_get_their_parts_of_the_next(mesh: Mesh) -> None:
+    engine = Divided()
+    mesh.start_agent("divided", engine)
+    await mesh.until_registered()
+    async with two_senders(mesh) as trainer:
+        for version in range(3):
+            state = state_of(version + 1)
+            assert await trainer.publish(version, state) is (version > 0)
+            await mesh.activate(version)
+            assert engine.computes_with(state)
+    whole = trainer.plan.num_bytes
+    assert engine.received_bytes[0] == [whole, whole]
+    for received in engine.received_bytes[1:]:
+        assert all(whole / 2 <= num_bytes < 0.75 * whole for num_bytes in received)
+
+
+async def test_a_group_with_a_new_engine_is_broadcast_to_and_then_scattered_only_where_that_pays(mesh: Mesh) -> None:
+    engines = [Divided(), Divided()]
+    mesh.start_agent("first", engines[0])
+    await mesh.until_registered()
+    async with two_senders(mesh) as trainer:
+        found = []
+        for version in range(5):
+            if version == 2:
+                mesh.start_agent("second", engines[1])
+                await mesh.until_registered(2)
+            found.append(await trainer.publish(version, state_of(version)))
+            await mesh.activate(version)
+            assert all(engine.computes_with(state_of(version)) for engine in engines[: 1 + (version >= 2)])
+        assert found == [False, True, False, False, False]  # two senders would send all of it to each of two engines
+        await mesh.kill_agent("second")
+        await engines[1].leave_group()
+        await mesh.until(lambda: "second" not in mesh.hub.coordinator.pool.engines)
+        assert await trainer.publish(5, state_of(5))
+        await mesh.activate(5)
+        assert engines[0].computes_with(state_of(5))
+
+
+async def test_after_a_scattered_version_that_broke_off_the_next_is_broadcast(mesh: Mesh) -> None:
+    engine = Divided()
+    mesh.start_agent("divided", engine)
+    await mesh.until_registered()
+    async with two_senders(mesh) as trainer:
+        for version in range(2):
+            await trainer.publish(version, state_of(version))
+            await mesh.activate(version)
+        engine.breaks_off = True
+        await trainer.publish(2, state_of(2))
+        engine.breaks_off = False
+        assert engine.version == 1
+        for version in (3, 4):
+            assert not await trainer.publish(version, state_of(version))
+            await mesh.activate(version)
+            assert engine.computes_with(state_of(version))
+    assert engine.received_bytes[-1] == [trainer.plan.num_bytes] * RANKS
