@@ -387,6 +387,8 @@ class VllmEngine(Engine):
             try:
                 await self._calls.rpc("meshrl_receive", manifest.version, to_json(manifest), RECEIVE_STALL_S)
                 await self._calls.wait_for_job(STAGE_DEADLINE_S)
+                if any(parts := await self._calls.answers("meshrl_parts")):  # each worker got no more than its own
+                    check_parts(manifest, parts)
             except asyncio.CancelledError:
                 await asyncio.shield(self.leave_group())
                 raise

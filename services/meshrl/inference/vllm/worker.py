@@ -129,8 +129,18 @@ class WeightsExtension:
         def work() -> None:
             if receiver is None:
                 raise MeshError(Reason.GROUP_BROKEN, "this worker is in no group")
-            receiver.receive(manifest, self._meshrl_begin(shadow), stall_s=stall_s)
-            self._meshrl_finish(shadow, version)
+            if not receiver.is_scattered:
+                receiver.receive(manifest, self._meshrl_begin(shadow), stall_s=stall_s)
+                self._meshrl_finish(shadow, version)
+                return
+            if not isinstance(shadow, ParameterShadow):  # built anew since, where there was no room for such a one
+                receiver.abort()
+                raise MeshError(Reason.GROUP_BROKEN, "this worker has no parameters of its own for parts of a version")
+            if self._meshrl_loaded is not shadow:  # what vLLM has filled without a version's tensors is in none
+                shadow.begin_as_live()
+                self._meshrl_loaded = shadow
+            _, self._meshrl_found = receiver.receive_held(manifest, shadow.parameters, stall_s=stall_s)
+            self._meshrl_staged = version
 
         self._meshrl_start(work, f"receiving version {manifest.version}")
 
@@ -156,7 +166,7 @@ class WeightsExtension:
         self._meshrl_start(work, f"patching version {version}")
 
     def meshrl_parts(self) -> PartDigests:
-        """The digests of the parts that the last patch has made here (`WeightPlacement.digests`)."""
+        """The digests of the parts that the last patch, or a version that was scattered, has made here."""
         found, self._meshrl_found = self._meshrl_found, {}
         return found
 
@@ -204,7 +214,9 @@ class WeightsExtension:
         index, joined = parallel.data_parallel_index * parallel.world_size + worker.rank, JoinGroup(**group)
 
         def work() -> None:
-            self._meshrl_receiver = Receiver.join(joined, index=index, device=self._meshrl_device())
+            self._meshrl_receiver = Receiver.join(
+                joined, index=index, device=self._meshrl_device(), placement=self._meshrl_offered
+            )
 
         self._meshrl_start(work, f"joining group {joined.generation}")
 
@@ -250,10 +262,24 @@ class WeightsExtension:
             if (tracer := self._meshrl_tracer) is not None:
                 self._meshrl_placement, self._meshrl_tracer = tracer.placement(), None
                 if tracer.obstacle:
-                    logger.info("this worker applies no deltas: {}", tracer.obstacle)
+                    logger.info("this worker takes versions in full, and no deltas: {}", tracer.obstacle)
+                self._meshrl_offer()
         elif self._meshrl_missing:
             raise ValueError(f"{len(self._meshrl_missing)} tensors did not come, first {min(self._meshrl_missing)!r}")
         self._meshrl_staged = version
+
+    @property
+    def _meshrl_offered(self) -> WeightPlacement | None:
+        """Of data-parallel copies the engine would see the digests of one: each of their workers checks a version."""
+        copies = self._meshrl_worker.vllm_config.parallel_config.data_parallel_size
+        return self._meshrl_placement if copies == 1 else None
+
+    def _meshrl_offer(self) -> None:
+        if self._meshrl_receiver is not None and self._meshrl_offered is not None:
+            try:
+                self._meshrl_receiver.offer(self._meshrl_offered)
+            except RuntimeError as error:  # the store is gone, and its group with it; the version here is whole
+                logger.info("the trainer's store takes no offer, and versions come in full: {}", error)
 
     def _meshrl_known(self, tensors: Weights) -> Weights:
         """A version's tensors by names that vLLM's model loads: those of files, if these differ in layers."""
@@ -272,7 +298,7 @@ class WeightsExtension:
 
     def _meshrl_start(self, work: Callable[[], None], doing: str) -> None:
         def alone() -> None:
-            self._meshrl_staged = None  # what the job before staged is overwritten from here on
+            self._meshrl_staged, self._meshrl_found = None, {}  # what the job before staged is overwritten from here on
             work()
 
         self._meshrl_staged = None
