@@ -111,16 +111,7 @@ async def orchestrate(config: OrchestratorConfig, stop: asyncio.Event, tracer: T
                 exchange = RolloutExchange(config.exchange, services.rollouts)
                 ending.push_async_callback(exchange.close)
                 await exchange.start()
-            named = config.services
-            with waits_of(tracer).waiting(
-                "services",
-                "the services to answer",
-                lambda: (
-                    *services.rollouts.not_dialled_in([env.resolved_name for env in config.train.env]),
-                    *(*named.rollout, named.trainer, named.weights, "rollout", "trainer", "weights"),
-                ),
-            ):
-                mesh = await unless_stopped(stop, wait_for_services(config, services))
+            mesh = await unless_stopped(stop, wait_for_services(config, services, waits_of(tracer)))
             await _train(config, services, mesh, tracer, stop)
     except StoppedError:
         return 0

@@ -121,7 +121,8 @@ async def build(config: RolloutConfig, stack: AsyncExitStack, tracer: Tracer) ->
         max_concurrent=limit.rollouts, max_queued=config.max_queued, max_per_run=config.max_concurrent_per_run
     )
     registry_of(tracer).register(RolloutMetrics(table))
-    with start_of(tracer).phase("environments"):
+    loading_them = f"its environments {', '.join(entry.resolved_name for entry in config.env)} to be loaded"
+    with waits_of(tracer).waiting("start", loading_them), start_of(tracer).phase("environments"):
         fleet = await stack.enter_async_context(WorkerFleet(config))
     players: dict[str, Player] = {name: PooledPlayer(fleet, name, config.client.failover_s) for name in fleet.names}
     for name in fleet.names:

@@ -160,6 +160,10 @@ class RolloutPool:
                 f"the run begins without the rollout service at {host.address}, used once it serves: {host.why}"
             )
 
+    def not_serving(self) -> list[str]:
+        """Addresses of the services that do not serve, or were not reached yet."""
+        return [host.address for host in self.table.hosts if host.state is not HostState.SERVING]
+
     def not_dialled_in(self, wanted: Collection[str]) -> list[str]:
         """Workers, by name, and environments that are still missing, where workers dial in."""
         if self._dial_in is None:

@@ -13,6 +13,7 @@ from local_ports import free_port
 from meshrl.core.config.shared import ServerConfig, ServicesConfig
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.core.telemetry.monitor import JsonlSink, Monitor
+from meshrl.core.telemetry.waits import Waits
 from meshrl.orchestrator.build import build_loop
 from meshrl.orchestrator.config import OrchestratorConfig, TrainEnvConfig, TrainEnvsConfig
 from meshrl.orchestrator.ledger.journal import Journal
@@ -135,7 +136,7 @@ def start(tmp_path: Path) -> Callable[[OrchestratorConfig], AbstractAsyncContext
         )
         monitor = Monitor([JsonlSink(tmp_path / "metrics.jsonl")])
         try:
-            met = await wait_for_services(config, services)
+            met = await wait_for_services(config, services, Waits())
             journal = await asyncio.to_thread(make_journal, config, met.trainer, met.run)
             try:
                 tracer = trace.get_tracer("test")

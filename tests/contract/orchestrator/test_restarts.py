@@ -13,6 +13,7 @@ from opentelemetry import trace
 
 from ledger_audit import audit
 from meshrl.core.telemetry.monitor import JsonlSink, Monitor
+from meshrl.core.telemetry.waits import Waits
 from meshrl.orchestrator.build import build_loop, make_plan
 from meshrl.orchestrator.ledger.writer import ThreadedWriter
 from meshrl.orchestrator.peers.connect import connect, wait_for_services
@@ -49,7 +50,7 @@ class Orchestrator:
         """True when it came to the end of the run."""
         services = connect(self.config.services, unreachable_s=self.config.deadlines.unreachable_s)
         monitor = Monitor([JsonlSink(self.config.output_dir / "metrics.jsonl")])
-        met = await wait_for_services(self.config, services)
+        met = await wait_for_services(self.config, services, Waits())
         writer = LosesTheRest(self.config.output_dir / "ledger.sqlite", flush_interval_s=0.02)
         journal = await asyncio.to_thread(make_journal, self.config, met.trainer, met.run, writer)
         recipes = build_recipes(self.config.algos, self.config.advantage, seq_len=self.config.seq_len)
@@ -135,7 +136,7 @@ async def test_an_orchestrator_killed_anywhere_goes_on_and_counts_once(
 async def met(config):
     services = connect(config.services, unreachable_s=config.deadlines.unreachable_s)
     try:
-        return await wait_for_services(config, services)
+        return await wait_for_services(config, services, Waits())
     finally:
         await services.close()
 

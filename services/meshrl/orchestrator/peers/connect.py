@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from meshrl.client import ChannelOptions, TrainerClient, WeightSyncClient
 from meshrl.client.channel import ServiceClient
 from meshrl.core.config.shared import ServicesConfig
 from meshrl.core.paths import INVALID, ORCH_TOML, Layout
+from meshrl.core.telemetry.waits import Waits
 from meshrl.orchestrator.config import EvalConfig, OrchestratorConfig
 from meshrl.orchestrator.config.program import NewRunConfig
 from meshrl.orchestrator.exchange.config import ExchangeConfig
@@ -80,17 +81,23 @@ def connect(
     )
 
 
-async def wait_for_services(config: OrchestratorConfig, services: Services) -> Mesh:
-    """Returns once all three services serve. Raises RunError when one does not in time, or does not fit the config."""
+async def wait_for_services(config: OrchestratorConfig, services: Services, waits: Waits) -> Mesh:
+    """Returns once all three services serve. Raises RunError when one does not in time, or does not fit the config.
+
+    Each service is a wait of its own, so that the watchdog names the ones that do not serve yet, and their waits.
+    """
     deadline_s = config.deadlines.startup_s
     wanted = [("train", env.resolved_name) for env in config.train.env]
     wanted += [("eval", env.resolved_name) for env in (config.eval.env if config.eval is not None else ())]
     try:
         async with asyncio.TaskGroup() as waiting:
-            waiting.create_task(services.rollouts.gather({name for _, name in wanted}, startup_s=deadline_s))
-            waiting.create_task(services.teachers.gather(config.taught_environments, startup_s=deadline_s))
-            waiting.create_task(_wait_for("trainer", services.trainer, deadline_s))
-            waiting.create_task(_wait_for("weight hub", services.weights, deadline_s))
+            for pool, hosted, program in (
+                (services.rollouts, [name for _, name in wanted], "rollout"),
+                (services.teachers, config.taught_environments, "teacher"),
+            ):
+                waiting.create_task(_wait_for_pool(program, pool, hosted, deadline_s, waits))
+            waiting.create_task(_wait_for("trainer", services.trainer, deadline_s, waits, "trainer"))
+            waiting.create_task(_wait_for("weight hub", services.weights, deadline_s, waits, "weights"))
     except BaseExceptionGroup as failures:  # one that never comes is enough: the others are not waited for
         raise first_cause(failures) from failures
     try:
@@ -123,12 +130,24 @@ async def wait_for_services(config: OrchestratorConfig, services: Services) -> M
     return mesh
 
 
-async def _wait_for(name: str, client: ServiceClient, deadline_s: float) -> None:
+async def _wait_for_pool(
+    program: str, pool: RolloutPool, hosted: Collection[str], deadline_s: float, waits: Waits
+) -> None:
+    with waits.waiting(
+        program, f"the {program} service to serve", lambda: (*pool.not_dialled_in(hosted), *pool.not_serving(), program)
+    ):
+        await pool.gather(hosted, startup_s=deadline_s)
+
+
+async def _wait_for(name: str, client: ServiceClient, deadline_s: float, waits: Waits, program: str) -> None:
     try:
-        await client.wait_until_serving(
-            deadline_s,
-            lambda why: logger.info(f"waiting for the {name} at {client.address}, for up to {deadline_s:g} s: {why}"),
-        )
+        with waits.waiting(program, f"the {name} to serve", (client.address, program)):
+            await client.wait_until_serving(
+                deadline_s,
+                lambda why: logger.info(
+                    f"waiting for the {name} at {client.address}, for up to {deadline_s:g} s: {why}"
+                ),
+            )
     except MeshError as error:
         raise failed(name, client.address, "starting", error) from error
 
