@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sqlite3
 import time
 from contextlib import closing
@@ -215,6 +216,17 @@ def test_programs_that_were_started_by_hand_are_a_run_that_goes_on(tmp_path: Pat
     assert status["waiting"] == "trainer answers nobody: its event loop is stuck for 8 s"
     (tmp_path / "state/trainer.json").write_text(dataclasses.replace(state, at_s=time.time() - 3600.0).to_json())
     assert json.loads(meshrl("status", "--json", "-o", str(tmp_path)).output)["waiting"] == ""
+
+
+def test_the_wait_for_the_rollouts_of_a_step_is_no_part_of_its_time(tmp_path: Path) -> None:
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs/orchestrator.toml").write_text("max_steps = 9\n")
+    record = {"step": 6, "time/step": 5.5, "time/wait_for_rollouts": 6.2, "reward/all/mean": 0.5}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    shown = meshrl("status", "-o", str(tmp_path)).output
+    assert re.search(
+        r"step 6 ended \S+ ago, 5.5s after the one before; its rollouts were waited for 6.2s; reward", shown
+    )
 
 
 def test_a_call_names_the_methods_that_there_are() -> None:

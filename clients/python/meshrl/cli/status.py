@@ -238,8 +238,8 @@ def _orchestrator(folder: RunFolder, last: JsonObject | None, now_s: float, *, r
     age_s = folder.metrics_age_s(now_s) or 0.0
     active = last.get("policy/active_version")
     detail = (
-        f"step {last['step']} ended {ago(age_s)} ago and took {ago(last['time/step'])},"
-        f" of which {ago(last.get('time/wait_for_rollouts', 0.0))} waiting for rollouts;"
+        f"step {last['step']} ended {ago(age_s)} ago, {ago(last['time/step'])} after the one before;"
+        f" its rollouts were waited for {ago(last.get('time/wait_for_rollouts', 0.0))};"
         f" reward {last.get('reward/all/mean', float('nan')):.3f}"
     )
     return ServiceRow(

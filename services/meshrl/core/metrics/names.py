@@ -67,7 +67,12 @@ RUN = (
     _orchestrator("alert/{alert}", "flag", "1 while the alert of this name lasts: reward_collapse, loop_lag and so on"),
     _orchestrator("progress/epoch/{environment}", "epochs", "passes over the tasks of a finite environment"),
     _orchestrator("policy/active_version", "version", "that the engines serve after the step"),
-    _orchestrator("time/wait_for_rollouts", "s", "the loop waited for groups of rollouts"),
+    _orchestrator(
+        "time/wait_for_rollouts",
+        "s",
+        "the loop waited for groups of rollouts of the step, also while the one before was trained: it may exceed"
+        " `time/step`",
+    ),
     _orchestrator("time/wait_for_ckpt", "s", "the loop waited for the trainer"),
     _orchestrator("time/sleep_engines", "s", "until the engines slept while the trainer trains"),
     _orchestrator("time/group/{scope}", "s", "from a group's dispatch to its last rollout", MEAN, MOST),
@@ -164,7 +169,9 @@ SUPERVISED = (
     _sft("val/loss", "loss", "mean negative logprob of the validation data's loss tokens"),
 )
 
-STEP_TIME = _orchestrator_and_sft("time/step", "s", "wall time of the step; a record that has it is a step's")
+STEP_TIME = _orchestrator_and_sft(
+    "time/step", "s", "from the end of the step before to the end of this one; a record that has it is a step's"
+)
 
 SECTIONS: Mapping[str, tuple[Metric, ...]] = {
     "Rollouts": ROLLOUTS,

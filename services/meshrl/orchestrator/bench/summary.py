@@ -28,8 +28,8 @@ from meshrl.wire.text_table import plain_table
 
 ROWS: tuple[tuple[str, str], ...] = (
     ("time/step", "seconds a step"),
-    ("time/wait_for_rollouts", "  of it waiting for rollouts"),
-    ("time/wait_for_ckpt", "  of it waiting for the trainer"),
+    ("time/wait_for_rollouts", "  waiting for its rollouts"),
+    ("time/wait_for_ckpt", "  waiting for the trainer"),
     ("time/train_step", "seconds a train step"),
     ("time/wait_for_batch", "  of it waiting for a batch"),
     ("perf/rollouts_per_s", "rollouts a second"),
