@@ -25,13 +25,13 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from meshrl.cli.run_folder import open_to_read
 from meshrl.core.paths import Layout
 from meshrl.orchestrator.ledger.rows import RunRow, StepRecord, last_run
 from meshrl.orchestrator.ledger.rules import OPEN_STATES, RolloutState
 from meshrl.orchestrator.ledger.writer import LedgerFileError, check_layout, unusable
 from meshrl.orchestrator.work.screening import DropReason, RunTotals
 from meshrl.wire.growing_file import GrowingFile
-from meshrl.wire.ledger_file import open_to_read
 from meshrl.wire.text_table import plain_table
 
 _LOST = (RolloutState.DROPPED, RolloutState.FAILED, RolloutState.CANCELLED)

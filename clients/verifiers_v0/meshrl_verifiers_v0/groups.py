@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.repeated_requests import SeenRequests
 from meshrl.wire.types import (
     Rollout,
     RolloutEvent,
@@ -22,8 +23,6 @@ from meshrl.wire.types import (
 from meshrl_verifiers_v0.engines import ChatEngines
 from meshrl_verifiers_v0.hosting import HostedOldEnv, Row, as_mesh_error
 
-REMEMBERED_S = 600.0
-REMEMBERED_REQUESTS = 10_000
 RATE_WINDOW_S = 60.0
 
 
@@ -63,7 +62,7 @@ class GroupPlayer:
         self._engines = engines
         self._places = asyncio.Semaphore(max_concurrent)
         self._groups: dict[str, PlayedGroup] = {}
-        self._seen: OrderedDict[str, float] = OrderedDict()
+        self._seen = SeenRequests()
         self._finished_at: deque[float] = deque()
         self._running = 0
         self._finished = 0
@@ -140,15 +139,14 @@ class GroupPlayer:
                 Reason.UNKNOWN_ENVIRONMENT, f"no environment {request.environment!r} here; hosted are: {hosted}"
             )
         now = time.monotonic()
-        while self._seen and (
-            len(self._seen) > REMEMBERED_REQUESTS or next(iter(self._seen.values())) < now - REMEMBERED_S
-        ):
-            self._seen.popitem(last=False)
-        if request.request_id in self._seen or request.group_id in self._groups:
-            raise MeshError(Reason.DUPLICATE_REQUEST, f"request {request.request_id} or its group was admitted before")
+        self._seen.refuse(request.request_id, now, {group.request.request_id for group in self._groups.values()})
+        if request.group_id in self._groups:
+            raise MeshError(
+                Reason.DUPLICATE_REQUEST, f"group {request.group_id} is running; use a new group_id or wait for its end"
+            )
         row = env.row(request)
         self._engines.require(request, env.sampling(request))
-        self._seen[request.request_id] = now
+        self._seen.admit(request.request_id, now)
         return env, row
 
     async def _one(self, group: PlayedGroup, env: HostedOldEnv, row: Row, index: int) -> None:

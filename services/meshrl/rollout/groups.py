@@ -8,15 +8,14 @@ fail or be cancelled too; it is counted once.
 from __future__ import annotations
 
 import enum
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.repeated_requests import SeenRequests
 from meshrl.wire.types import RolloutFailure, RolloutRequest, RolloutSummary
 
-REMEMBERED_S = 600.0
-REMEMBERED_REQUESTS = 10_000
 RATE_WINDOW_S = 60.0
 MAX_RUNS = 64  # that are counted apart, as many as a hub takes
 
@@ -78,7 +77,7 @@ class Admissions:
         self._group_ids: set[str] = set()
         self._waiting: dict[str, dict[str, AdmittedGroup]] = {}  # groups with rollouts that wait, by run, oldest first
         self._running_of: Counter[str] = Counter()  # rollouts, by run
-        self._seen: OrderedDict[str, float] = OrderedDict()
+        self._seen = SeenRequests()
         self._finished_at: deque[float] = deque()
         self.finished = 0
         self.failures: Counter[str] = Counter()
@@ -95,12 +94,7 @@ class Admissions:
         size, run_id = request.group_size, request.run_id
         if self.draining:
             raise MeshError(Reason.DRAINING, "this server is draining; send the group to another one")
-        self._forget(now)
-        if request.request_id in self._seen:
-            raise MeshError(
-                Reason.DUPLICATE_REQUEST,
-                f"request {request.request_id} was admitted before; use a new request_id for new rollouts",
-            )
+        self._seen.refuse(request.request_id, now, self._groups)
         if self._one_call_a_group and request.group_id in self._group_ids:
             raise MeshError(
                 Reason.DUPLICATE_REQUEST, f"group {request.group_id} is running; use a new group_id or wait for its end"
@@ -127,7 +121,7 @@ class Admissions:
     def admit(self, request: RolloutRequest, now: float) -> AdmittedGroup:
         self.refuse(request, now)
         name, run_id = request.request_id, request.run_id
-        self._seen[name] = now
+        self._seen.admit(name, now)
         if run_id not in self.ended_of and len(self.ended_of) == MAX_RUNS:
             del self.ended_of[next(iter(self.ended_of))]
         self.ended_of.setdefault(run_id, Counter())
@@ -226,13 +220,6 @@ class Admissions:
     def _forget_finished(self, now: float) -> None:
         while self._finished_at and self._finished_at[0] < now - RATE_WINDOW_S:
             self._finished_at.popleft()
-
-    def _forget(self, now: float) -> None:
-        while self._seen:
-            request_id, at = next(iter(self._seen.items()))
-            if request_id in self._groups or (at > now - REMEMBERED_S and len(self._seen) <= REMEMBERED_REQUESTS):
-                return
-            del self._seen[request_id]
 
 
 def rollout_failure(

@@ -9,12 +9,12 @@ import grpc
 import grpc.aio
 from loguru import logger
 
-from meshrl.core.rpc.first_answers import FirstAnswers
 from meshrl.rollout.runner import RolloutRunner
 from meshrl.rollout.streams import ResumableStreams
 from meshrl.v1 import rollout_pb2 as pb
 from meshrl.v1 import rollout_pb2_grpc as pb_grpc
 from meshrl.wire import convert
+from meshrl.wire.repeated_requests import FirstAnswers
 from meshrl.wire.types import CONTRACT_VERSION, RolloutRequest, capabilities
 
 SERVICE = "meshrl.v1.RolloutService"

@@ -13,7 +13,6 @@ from dataclasses import replace
 import numpy as np
 from loguru import logger
 
-from meshrl.core.rpc.first_answers import FirstAnswers
 from meshrl.core.rpc.guard import CALLER
 from meshrl.core.rpc.paging import page_of
 from meshrl.core.rpc.watches import with_bookmarks
@@ -26,6 +25,7 @@ from meshrl.v1 import trainer_pb2 as pb
 from meshrl.v1 import trainer_pb2_grpc as pb_grpc
 from meshrl.wire.convert import BatchReader, from_proto, to_proto
 from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
+from meshrl.wire.repeated_requests import FirstAnswers
 from meshrl.wire.trainable import are_logprobs, bytes_per_token, routes_problem, row_problems
 from meshrl.wire.types import (
     CONTRACT_VERSION,

@@ -17,7 +17,6 @@ from google.protobuf.message import Message
 from loguru import logger
 
 from meshrl.client.weights import EVERY_RUN
-from meshrl.core.rpc.first_answers import FirstAnswers
 from meshrl.core.rpc.paging import page_of
 from meshrl.core.rpc.watches import with_bookmarks
 from meshrl.v1 import weights_pb2 as pb
@@ -28,6 +27,7 @@ from meshrl.weights.relay import Relay
 from meshrl.wire import convert, frames
 from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
 from meshrl.wire.manifest import artifact_id, digest
+from meshrl.wire.repeated_requests import FirstAnswers
 from meshrl.wire.types import (
     CONTRACT_VERSION,
     ActivationRequest,

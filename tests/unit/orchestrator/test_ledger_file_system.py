@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from ledger_audit import audit
+from meshrl.cli.run_folder import open_to_read
 from meshrl.core import sqlite_files
 from meshrl.orchestrator.ledger.rows import RunRow
 from meshrl.orchestrator.ledger.store import LedgerStore
-from meshrl.wire.ledger_file import open_to_read
 
 WRITER = """
 import sys

@@ -58,7 +58,6 @@ OTHER_MEANINGS = {
     "SessionBook": "those of all agents",
     "SlotUse": "the places for rollouts, as its metrics name them",
     "worker": "a rank of the trainer",
-    "sessions": "the agents' runs",
 }
 """Names that have such a word in another meaning; each goes with its next rename, and none comes."""
 

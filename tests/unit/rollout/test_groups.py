@@ -9,11 +9,12 @@ from prometheus_client import CollectorRegistry
 
 from meshrl.rollout.engines.capacity import RolloutLimit
 from meshrl.rollout.engines.engine_table import EngineTable
-from meshrl.rollout.groups import MAX_RUNS, RATE_WINDOW_S, REMEMBERED_S, Admissions, Outcome
+from meshrl.rollout.groups import MAX_RUNS, RATE_WINDOW_S, Admissions, Outcome
 from meshrl.rollout.metrics import RolloutMetrics
 from meshrl.rollout.runner import RolloutRunner
 from meshrl.v1 import rollout_pb2 as pb
 from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.repeated_requests import REMEMBERED_S
 from meshrl.wire.types import EnvironmentInfo, RolloutRequest
 
 

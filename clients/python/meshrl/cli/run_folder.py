@@ -27,7 +27,6 @@ from meshrl.diagnosis.history import MetricsHistory
 from meshrl.diagnosis.outcome import RunOutcome, outcome_of
 from meshrl.machine.addresses import local_address
 from meshrl.wire.growing_file import json_records, lines_from_the_end
-from meshrl.wire.ledger_file import open_to_read
 from meshrl.wire.program_state import SILENT_AFTER_S, ProgramState, read_states
 from meshrl.wire.saved_steps import steps_in
 from meshrl.wire.values import JsonObject
@@ -263,6 +262,16 @@ class RunFolder:
             except FileNotFoundError:  # its program has just moved it aside, to make room for newer spans
                 continue
             yield from spans_of(path, lines)
+
+
+def open_to_read(path: Path) -> sqlite3.Connection:
+    """A connection that changes nothing, except that it rolls back the half-written work of a killed orchestrator,
+    without which a ledger with a rollback journal (on a network file system) cannot be read. Raises
+    sqlite3.OperationalError for a missing or unreadable file."""
+    journal = path.with_name(f"{path.name}-journal")
+    half_written = journal.exists() and journal.stat().st_size > 0 and os.access(path, os.W_OK)
+    mode = "rw" if half_written else "ro"
+    return sqlite3.connect(f"{path.resolve().as_uri()}?mode={mode}", uri=True, timeout=5.0)
 
 
 @lru_cache(maxsize=64)

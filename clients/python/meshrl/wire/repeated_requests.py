@@ -1,19 +1,23 @@
-"""Remembers mutating calls by request id: a repeated one gets the first answer, another one under the id none."""
+"""Requests that come twice under one id: a mutating call gets its first answer again, a group is refused."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Container
 from typing import Generic, TypeVar
 
 from meshrl.wire.errors import MeshError, Reason
 
 Answer = TypeVar("Answer")
 
+REMEMBERED_S = 600.0
+REMEMBERED_REQUESTS = 10_000
+
 
 class FirstAnswers(Generic[Answer]):
-    """Remembers the last `keep` requests. A request without an id is always new."""
+    """Answers a repeated call as the first one, and refuses another call under its id. Remembers the last `keep`
+    requests; one without an id is always new."""
 
     def __init__(self, *, keep: int = 4096) -> None:
         self._keep = keep
@@ -47,3 +51,29 @@ class FirstAnswers(Generic[Answer]):
             if self._answers.get(request_id) is task:
                 del self._answers[request_id]
             raise
+
+
+class SeenRequests:
+    """The ids of requests that were admitted, each for REMEMBERED_S, and REMEMBERED_REQUESTS at the most."""
+
+    def __init__(self) -> None:
+        self._admitted_s: OrderedDict[str, float] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._admitted_s)
+
+    def refuse(self, request_id: str, now_s: float, running: Container[str] = ()) -> None:
+        """Raises MeshError DUPLICATE_REQUEST for an id that was admitted. `running` ones are never forgotten."""
+        while self._admitted_s:
+            oldest, admitted_s = next(iter(self._admitted_s.items()))
+            if oldest in running or (admitted_s > now_s - REMEMBERED_S and len(self) <= REMEMBERED_REQUESTS):
+                break
+            del self._admitted_s[oldest]
+        if request_id in self._admitted_s:
+            raise MeshError(
+                Reason.DUPLICATE_REQUEST,
+                f"request {request_id} was admitted before; use a new request_id for new rollouts",
+            )
+
+    def admit(self, request_id: str, now_s: float) -> None:
+        self._admitted_s[request_id] = now_s

@@ -2,8 +2,8 @@ import asyncio
 
 import pytest
 
-from meshrl.core.rpc.first_answers import FirstAnswers
 from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.repeated_requests import REMEMBERED_REQUESTS, REMEMBERED_S, FirstAnswers, SeenRequests
 
 
 class Counter:
@@ -74,3 +74,17 @@ async def test_what_was_checked_under_an_id_is_all_that_it_stands_for() -> None:
     answers.check("id", b"x")
     with pytest.raises(MeshError, match="'id' was used for another request"):
         answers.check("id", b"y")
+
+
+def test_an_id_that_was_admitted_is_refused_until_it_is_old_and_over() -> None:
+    seen = SeenRequests()
+    seen.admit("long", 0.0)
+    with pytest.raises(MeshError, match="request long was admitted before"):
+        seen.refuse("long", REMEMBERED_S - 1.0)
+    with pytest.raises(MeshError, match="request long was admitted before"):
+        seen.refuse("long", 2 * REMEMBERED_S, running={"long"})
+    seen.refuse("long", 2 * REMEMBERED_S)
+    for number in range(REMEMBERED_REQUESTS + 5):
+        seen.admit(f"r{number}", 2 * REMEMBERED_S)
+        seen.refuse("new", 2 * REMEMBERED_S)
+    assert len(seen) == REMEMBERED_REQUESTS
