@@ -4,7 +4,7 @@ candidates of a token."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,12 +18,16 @@ from meshrl.wire.values import Array
 
 
 def _tensors(*, may_be_unset: bool) -> Mapping[str, str]:
-    """The element types of a micro-batch's tensors by name, without routes, which may have two."""
-    found = ((name, unwrapped(hint)) for name, hint in get_type_hints(MicroBatch).items() if name != "routed_experts")
+    """The element types of a micro-batch's tensors by name, without routes, which may have two. The message knows which
+    fields are tensors: their annotations differ between releases of numpy."""
+    hints = {name: unwrapped(hint) for name, hint in get_type_hints(MicroBatch).items()}
+    tensor = pb.MicroBatch.DESCRIPTOR.fields_by_name["token_ids"].message_type
     return {
         name: dtype_of(kind)
-        for name, (kind, optional) in found
-        if get_origin(kind) is np.ndarray and optional == may_be_unset
+        for name, (kind, optional) in hints.items()
+        if pb.MicroBatch.DESCRIPTOR.fields_by_name[name].message_type is tensor
+        and name != "routed_experts"
+        and optional == may_be_unset
     }
 
 
