@@ -69,7 +69,7 @@ class RolloutExchangeServicer(object):
         has something.
         One stream a worker: a new one ends the one before with CANCELLED. Another caller's worker of the same
         name is refused with PERMISSION_DENIED while the first one's lease runs.
-        Deadline: none. Either side ends the stream once it has heard nothing for three heartbeats; the worker
+        Deadline: none. Either side ends the stream once it has received nothing for three heartbeats; the worker
         dials again, and waits longer after each attempt, up to some 10 seconds.
         Errors: INVALID_ARGUMENT for a first message that is no hello, a name that is empty or too long, or an
         event that skips a number; FAILED_PRECONDITION (CONTRACT_MISMATCH) for another major version;

@@ -28,13 +28,7 @@ if _version_not_supported:
 class RolloutServiceStub(object):
     """Hosts environments, drives episodes against inference engines and scores them.
 
-    Every server of the mesh also serves grpc.health.v1.Health, for the names of its services (here
-    "meshrl.v1.RolloutService") and for "", the whole server: NOT_SERVING until it takes calls and again once it
-    drains. Callers wait for SERVING before their first call, so a server without it is never called.
-
-    Errors carry google.rpc.ErrorInfo with domain "meshrl" and a reason from meshrl/v1/reasons.proto;
-    INVALID_ARGUMENT also carries BadRequest with every violated field. Byte formats that protobuf does
-    not define (digests, frames, an engine's HTTP) are in docs/contract.md.
+    Health, errors, deadlines and byte formats are those of docs/contract.md: "Rules for every service".
     """
 
     def __init__(self, channel):
@@ -73,13 +67,7 @@ class RolloutServiceStub(object):
 class RolloutServiceServicer(object):
     """Hosts environments, drives episodes against inference engines and scores them.
 
-    Every server of the mesh also serves grpc.health.v1.Health, for the names of its services (here
-    "meshrl.v1.RolloutService") and for "", the whole server: NOT_SERVING until it takes calls and again once it
-    drains. Callers wait for SERVING before their first call, so a server without it is never called.
-
-    Errors carry google.rpc.ErrorInfo with domain "meshrl" and a reason from meshrl/v1/reasons.proto;
-    INVALID_ARGUMENT also carries BadRequest with every violated field. Byte formats that protobuf does
-    not define (digests, frames, an engine's HTTP) are in docs/contract.md.
+    Health, errors, deadlines and byte formats are those of docs/contract.md: "Rules for every service".
     """
 
     def ListEnvironments(self, request, context):
@@ -178,13 +166,7 @@ def add_RolloutServiceServicer_to_server(servicer, server):
 class RolloutService(object):
     """Hosts environments, drives episodes against inference engines and scores them.
 
-    Every server of the mesh also serves grpc.health.v1.Health, for the names of its services (here
-    "meshrl.v1.RolloutService") and for "", the whole server: NOT_SERVING until it takes calls and again once it
-    drains. Callers wait for SERVING before their first call, so a server without it is never called.
-
-    Errors carry google.rpc.ErrorInfo with domain "meshrl" and a reason from meshrl/v1/reasons.proto;
-    INVALID_ARGUMENT also carries BadRequest with every violated field. Byte formats that protobuf does
-    not define (digests, frames, an engine's HTTP) are in docs/contract.md.
+    Health, errors, deadlines and byte formats are those of docs/contract.md: "Rules for every service".
     """
 
     @staticmethod

@@ -28,13 +28,7 @@ if _version_not_supported:
 class TrainerServiceStub(object):
     """Turns batches into versions: step n (from 1) trains on batch n and makes version n.
 
-    Every server of the mesh also serves grpc.health.v1.Health, for the names of its services (here
-    "meshrl.v1.TrainerService") and for "", the whole server: NOT_SERVING until it takes calls and again once it
-    drains. Callers wait for SERVING before their first call, so a server without it is never called.
-
-    Errors carry google.rpc.ErrorInfo with domain "meshrl" and a reason from meshrl/v1/reasons.proto;
-    INVALID_ARGUMENT also carries BadRequest with every violated field. Byte formats that protobuf does
-    not define (digests, frames, an engine's HTTP) are in docs/contract.md.
+    Health, errors, deadlines and byte formats are those of docs/contract.md: "Rules for every service".
     """
 
     def __init__(self, channel):
@@ -108,13 +102,7 @@ class TrainerServiceStub(object):
 class TrainerServiceServicer(object):
     """Turns batches into versions: step n (from 1) trains on batch n and makes version n.
 
-    Every server of the mesh also serves grpc.health.v1.Health, for the names of its services (here
-    "meshrl.v1.TrainerService") and for "", the whole server: NOT_SERVING until it takes calls and again once it
-    drains. Callers wait for SERVING before their first call, so a server without it is never called.
-
-    Errors carry google.rpc.ErrorInfo with domain "meshrl" and a reason from meshrl/v1/reasons.proto;
-    INVALID_ARGUMENT also carries BadRequest with every violated field. Byte formats that protobuf does
-    not define (digests, frames, an engine's HTTP) are in docs/contract.md.
+    Health, errors, deadlines and byte formats are those of docs/contract.md: "Rules for every service".
     """
 
     def GetTrainer(self, request, context):
@@ -127,7 +115,7 @@ class TrainerServiceServicer(object):
 
     def SubmitBatch(self, request_iterator, context):
         """Uploads the batch of one step: a header, then num_micro_batches micro-batches in order.
-        Returns as soon as the batch is whole, verified and queued; WatchSteps tells the rest.
+        Returns as soon as the batch is whole, verified and queued; WatchSteps reports the rest.
         Idempotency: by (run_id, step, digest); the same again returns the first answer, another
         digest for a known step is ALREADY_EXISTS.
         Errors: INVALID_ARGUMENT for a batch that cannot be trained, with a field path such as
@@ -300,13 +288,7 @@ def add_TrainerServiceServicer_to_server(servicer, server):
 class TrainerService(object):
     """Turns batches into versions: step n (from 1) trains on batch n and makes version n.
 
-    Every server of the mesh also serves grpc.health.v1.Health, for the names of its services (here
-    "meshrl.v1.TrainerService") and for "", the whole server: NOT_SERVING until it takes calls and again once it
-    drains. Callers wait for SERVING before their first call, so a server without it is never called.
-
-    Errors carry google.rpc.ErrorInfo with domain "meshrl" and a reason from meshrl/v1/reasons.proto;
-    INVALID_ARGUMENT also carries BadRequest with every violated field. Byte formats that protobuf does
-    not define (digests, frames, an engine's HTTP) are in docs/contract.md.
+    Health, errors, deadlines and byte formats are those of docs/contract.md: "Rules for every service".
     """
 
     @staticmethod

@@ -30,13 +30,7 @@ class WeightSyncStub(object):
     committed. The hub that serves this is the only writer of commit decisions and keeps them in a
     durable log. Publishers (trainers) and agents (beside engines) dial in.
 
-    Every server of the mesh also serves grpc.health.v1.Health, for the names of its services (here
-    "meshrl.v1.WeightSync") and for "", the whole server: NOT_SERVING until it takes calls and again once it
-    drains. Callers wait for SERVING before their first call, so a server without it is never called.
-
-    Errors carry google.rpc.ErrorInfo with domain "meshrl" and a reason from meshrl/v1/reasons.proto;
-    INVALID_ARGUMENT also carries BadRequest with every violated field. Byte formats that protobuf does
-    not define (digests, frames, an engine's HTTP) are in docs/contract.md.
+    Health, errors, deadlines and byte formats are those of docs/contract.md: "Rules for every service".
     """
 
     def __init__(self, channel):
@@ -137,13 +131,7 @@ class WeightSyncServicer(object):
     committed. The hub that serves this is the only writer of commit decisions and keeps them in a
     durable log. Publishers (trainers) and agents (beside engines) dial in.
 
-    Every server of the mesh also serves grpc.health.v1.Health, for the names of its services (here
-    "meshrl.v1.WeightSync") and for "", the whole server: NOT_SERVING until it takes calls and again once it
-    drains. Callers wait for SERVING before their first call, so a server without it is never called.
-
-    Errors carry google.rpc.ErrorInfo with domain "meshrl" and a reason from meshrl/v1/reasons.proto;
-    INVALID_ARGUMENT also carries BadRequest with every violated field. Byte formats that protobuf does
-    not define (digests, frames, an engine's HTTP) are in docs/contract.md.
+    Health, errors, deadlines and byte formats are those of docs/contract.md: "Rules for every service".
     """
 
     def Register(self, request, context):
@@ -169,7 +157,7 @@ class WeightSyncServicer(object):
         manifest refers to files (filesystem). Chunks may arrive in any order of offset.
         Idempotency: the same artifact again resumes; missing chunks are listed in the answer when the
         upload ends early. An epoch begins with its first version and must be the next one (any number at
-        a hub that nobody has published at); ListEngines says which one it is. Errors: FAILED_PRECONDITION
+        a hub that nobody has published at); ListEngines returns it. Errors: FAILED_PRECONDITION
         for a stale epoch; INVALID_ARGUMENT for one beyond the next; ALREADY_EXISTS for a version of the
         same epoch with another artifact; DATA_LOSS for a chunk whose checksum is wrong. Of a sealed version
         of the nccl transport the hub also takes a copy with the same root in chunks (stream), for engines that
@@ -199,7 +187,7 @@ class WeightSyncServicer(object):
 
     def ActivateVersion(self, request, context):
         """Commits a sealed version on the engines and returns when min_ready of them serve it. The
-        decision is durable before the first engine is told; from then on it only goes forward: an
+        decision is durable before it is sent to an engine; from then on it only goes forward: an
         engine that fails leaves the pool. Idempotent: a version already committed returns the first
         answer, until the hub forgets it, long after it was retired. Errors: NOT_FOUND;
         FAILED_PRECONDITION when it is not sealed or a newer version is committed; ALREADY_EXISTS
@@ -249,7 +237,7 @@ class WeightSyncServicer(object):
 
     def OpenGroup(self, request, context):
         """Forms a group for the nccl transport: the hub picks the engines that can take part, numbers their
-        ranks behind the senders', tells each over its session (JoinGroup) and answers at once. Both
+        ranks behind the senders', commands each over its session (JoinGroup) and answers at once. Both
         sides then meet at the publisher's store. A new generation ends the one before it; engines of an
         older one are sent no version until they are in the new one. Idempotent by request_id. Errors:
         FAILED_PRECONDITION for a stale epoch; UNAVAILABLE with RetryInfo while no engine can take part.
@@ -263,7 +251,7 @@ class WeightSyncServicer(object):
         It is theirs again with the next version or the next request, whichever comes first, so engines that
         sleep stay routable. An engine with requests in flight, with a version under way or without a sleep
         mode stays awake and is counted. Returns once every engine has answered, at the latest after
-        deadline_s; whoever has not answered by then counts as awake. Idempotent.
+        deadline_s; one that has not answered by then counts as awake. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -414,13 +402,7 @@ class WeightSync(object):
     committed. The hub that serves this is the only writer of commit decisions and keeps them in a
     durable log. Publishers (trainers) and agents (beside engines) dial in.
 
-    Every server of the mesh also serves grpc.health.v1.Health, for the names of its services (here
-    "meshrl.v1.WeightSync") and for "", the whole server: NOT_SERVING until it takes calls and again once it
-    drains. Callers wait for SERVING before their first call, so a server without it is never called.
-
-    Errors carry google.rpc.ErrorInfo with domain "meshrl" and a reason from meshrl/v1/reasons.proto;
-    INVALID_ARGUMENT also carries BadRequest with every violated field. Byte formats that protobuf does
-    not define (digests, frames, an engine's HTTP) are in docs/contract.md.
+    Health, errors, deadlines and byte formats are those of docs/contract.md: "Rules for every service".
     """
 
     @staticmethod
