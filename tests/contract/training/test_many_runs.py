@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+import forked_ranks
 import many_runs
 from tiny_qwen3 import save_tiny_qwen3
 
@@ -27,8 +28,7 @@ def test_runs_on_two_ranks_become_what_each_becomes_alone(tmp_path: Path) -> Non
     asked = {"runs": trainings, "steps": 3, "joined": [1], "lost": len(trainings) - 1}
     arguments = [model, str(tmp_path / "out"), str(tmp_path / "result"), json.dumps(asked)]
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-         many_runs.__file__, *arguments],
+        [sys.executable, forked_ranks.__file__, "2", many_runs.__file__, *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=220,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

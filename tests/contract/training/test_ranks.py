@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import checkpoint_kit
+import forked_ranks
 import loss_curves
 from meshrl_examples.model import create_model
 
@@ -82,8 +83,9 @@ def alone(model: Path, experts: dict[str, Any], tmp_path_factory: pytest.TempPat
 
 @pytest.fixture(scope="module")
 def two_ranks(model: Path, experts: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    return run(torchrun, model, tmp_path_factory.mktemp("ranks") / "curves.json", ON_TWO_RANKS | experts)
+    return run(
+        [forked_ranks.__file__, "2"], model, tmp_path_factory.mktemp("ranks") / "curves.json", ON_TWO_RANKS | experts
+    )
 
 
 def run(launcher: list[str], model: Path, result: Path, wanted: dict[str, Any]) -> dict[str, Any]:

@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 
 import checkpoint_kit as kit
+import forked_ranks
 import resumed_training
 
 pytestmark = pytest.mark.timeout(700)  # processes of their own that import torch, on a machine that may be busy
 SETTINGS: dict[str, dict[str, Any]] = {"plain": {}, "lora": {"lora": {"rank": 4, "dropout": 0.3}}}
 HALF, WHOLE = 6, 10  # the learning rate warms up for five steps
 SAVED = str(HALF)
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+ON_TWO = [forked_ranks.__file__, "2"]
 Results = dict[str, dict[str, Any]]
 
 
@@ -31,7 +32,7 @@ def two_ranks(folder: Path, name: str, parts: dict[str, Any]) -> Iterator[Result
     arguments = [resumed_training.__file__, str(folder / "model"), str(result), json.dumps(parts)]
     with log.open("w") as output:
         process = subprocess.Popen(
-            [sys.executable, *TORCHRUN, *arguments],
+            [sys.executable, *ON_TWO, *arguments],
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
             stdout=output,
             stderr=output,
