@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import Context, ContextVar
 from pathlib import Path
@@ -51,12 +51,22 @@ def environment_now() -> str:
     return _PLAYING.get()[0]
 
 
+def starved_s(native_id: int) -> float:
+    """Seconds that a thread of this process could run and had no processor, since it began; 0 where Linux does not
+    count them."""
+    try:
+        return int(Path(f"/proc/self/task/{native_id}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
+
+
 class Watchdog:
     """Watches the event loop of the thread that makes it. `start` it there, once."""
 
-    def __init__(self, reports: socket.socket) -> None:
+    def __init__(self, reports: socket.socket, starved_s: Callable[[int], float] = starved_s) -> None:
         self._reports = reports
-        self._thread_id = threading.get_ident()
+        self._thread_id, self._native_id = threading.get_ident(), threading.get_native_id()
+        self._starved_s = starved_s
 
     def start(self) -> None:
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
@@ -74,15 +84,17 @@ class Watchdog:
         # The handle itself, not its id: a new one may take the place of one that is gone.
         seen: asyncio.Handle | None = None
         blocked_s = said_s = 0.0
-        looked = time.monotonic()
+        looked, starved = time.monotonic(), self._starved_s(self._native_id)
         while True:
             time.sleep(LOOK_EVERY_S)
             handle, top = self._running_handle()
             looked, before = time.monotonic(), looked
+            starved, starved_before = self._starved_s(self._native_id), starved
             if handle is None or handle is not seen:
                 seen, blocked_s, said_s = handle, 0.0, 0.0
                 continue
-            blocked_s += min(looked - before, 2 * LOOK_EVERY_S)  # what a machine that stood still took is nobody's
+            # What a machine that stood still took, or gave to other programs, is nobody's.
+            blocked_s += max(0.0, min(looked - before, 2 * LOOK_EVERY_S) - (starved - starved_before))
             if blocked_s - said_s < BLOCKED_AFTER_S:
                 continue
             said_s = blocked_s
