@@ -61,6 +61,8 @@ class EngineKind:
     module: str = "meshrl.inference.main"
     """What is run as the `inference` program."""
     config: Mapping[str, Any] = field(default_factory=dict)
+    broadcast: Mapping[str, Any] = field(default_factory=dict)
+    """Of its configuration, how versions come."""
 
     @property
     def dtype_name(self) -> str:
@@ -152,12 +154,13 @@ class EngineMesh:
         self.seed: int | None = None
         self.version = -1
         try:
-            self.engine, self.url = self._start_engine()
+            self.restart_engine()
         except BaseException:  # whatever it was, the hub must not outlive it
             self.hub.stop()
             raise
 
-    def _start_engine(self) -> tuple[Program, str]:
+    def begin_engine(self) -> None:
+        """Starts a new engine, which may take its time to serve."""
         config = {
             "engine": self.kind.name.partition("-")[0],
             "max_model_len": MAX_MODEL_LEN,
@@ -168,14 +171,17 @@ class EngineMesh:
             **self.kind.config,
             "model": {"name": str(self.model_folder), "dtype": self.kind.dtype_name, "device": self.kind.device},
             "server": {"port": 0},
-            "weight_broadcast": {"address": self.hub_address},
+            "weight_broadcast": {"address": self.hub_address, **self.kind.broadcast},
         }
-        program = Program(self.kind.python, self.kind.module, config, self.folder, "inference")
-        return program, program.address(r"on (http://\S+)")
+        self.engine = Program(self.kind.python, self.kind.module, config, self.folder, "inference")
+
+    def await_engine(self) -> None:
+        self.url = self.engine.address(r"on (http://\S+)")
 
     def restart_engine(self) -> None:
         """A new engine after a test has ended the last one; the hub gives it the newest version."""
-        self.engine, self.url = self._start_engine()
+        self.begin_engine()
+        self.await_engine()
 
     def other_seed(self) -> int:
         """Of weights that are not the live ones."""

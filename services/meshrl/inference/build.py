@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -75,8 +75,12 @@ def decide(engine: Literal["auto", "embedded", "vllm"], device: str, *, has_vllm
     return EngineChoice(engine="vllm", reason="vLLM is installed and there is a GPU")
 
 
-async def open_engine(config: InferenceConfig, start: Start | None = None) -> Engine:
+async def open_engine(
+    config: InferenceConfig, start: Start | None = None, *, meanwhile: Callable[[], object] = lambda: None
+) -> Engine:
     """The configured engine, started on this loop. `start` gets its phases.
+
+    `meanwhile` is called once, for work beside the start of vLLM's processes or the load of a model.
 
     Raises: ModelError when the model cannot be loaded, ValueError if a changed configuration would help.
     """
@@ -88,8 +92,9 @@ async def open_engine(config: InferenceConfig, start: Start | None = None) -> En
     if choice.engine == "vllm":
         from meshrl.inference.vllm.build import open_vllm_engine  # vLLM is an extra, and takes seconds to import
 
-        engine: Engine = await open_vllm_engine(config, start)
+        engine: Engine = await open_vllm_engine(config, start, meanwhile)
         return engine
+    meanwhile()
     with start.phase("model"):
         embedded = await asyncio.to_thread(build_engine, config)
     embedded.start()

@@ -9,17 +9,20 @@ from contextlib import suppress
 from aiohttp import web
 from loguru import logger
 from opentelemetry.trace import Tracer
+from transformers import PreTrainedTokenizerBase
 
 from meshrl.core.credentials.https import kept_fresh, scheme, server_context
 from meshrl.core.credentials.secret import ADMIN_KEY, read_secret
 from meshrl.core.heap import freeze_loaded
+from meshrl.core.private_folders import spool_name
 from meshrl.core.program import say_ready
 from meshrl.core.rpc.serve import check_bind
 from meshrl.core.telemetry.exposition import registry_of
-from meshrl.core.telemetry.start import start_of
+from meshrl.core.telemetry.start import Start, start_of
 from meshrl.core.telemetry.waits import waits_of
 from meshrl.core.waiting import StoppedError, set_within, stop_or_first, unless_stopped
 from meshrl.inference.agent.agent import Membership
+from meshrl.inference.agent.ahead import VersionAhead
 from meshrl.inference.agent.follower import HubFollower
 from meshrl.inference.build import open_engine
 from meshrl.inference.config import InferenceConfig
@@ -29,6 +32,7 @@ from meshrl.inference.http.chat_replies import ChatReplies
 from meshrl.inference.http.metrics import EngineMetrics
 from meshrl.inference.http.tokenizer import TextCodec
 from meshrl.models.load import ModelError, load_tokenizer
+from meshrl.versions.files import Spool
 from meshrl.wire.errors import MeshError
 
 CLOSE_DEADLINE_S = 5.0
@@ -37,10 +41,65 @@ MIN_PROMPT_BYTES = 65536
 BYTES_PER_TOKEN = 16  # no text has so many all through
 
 
+class _Beside:
+    """What is done while the engine starts: text routes get their tokenizer, and a version comes from the hub."""
+
+    def __init__(self, config: InferenceConfig, start: Start) -> None:
+        self._config, self._start = config, start
+        self._loading: asyncio.Task[tuple[PreTrainedTokenizerBase, ChatReplies | None] | None] | None = None
+        self.ahead: VersionAhead | None = None
+
+    def begin(self) -> None:
+        config = self._config
+        self._loading = asyncio.create_task(self._load())
+        spooled_by = config.engine_id or (config.server.address if config.server.port else "")
+        if config.weight_broadcast is not None and spooled_by:  # else the agent names its spool by the port it gets
+            spool = Spool(None, spool_name(config.output_dir, spooled_by))
+            self.ahead = VersionAhead(config.weight_broadcast, spool)
+            self.ahead.begin()
+
+    async def _load(self) -> tuple[PreTrainedTokenizerBase, ChatReplies | None] | None:
+        with self._start.phase("tokenizer"):
+            try:
+                tokenizer = await asyncio.to_thread(load_tokenizer, self._config.model)
+            except ModelError as error:  # the token-in route works without one
+                logger.warning("no tokenizer, so only /inference/v1/generate is served: {}", error)
+                return None
+            return tokenizer, await asyncio.to_thread(ChatReplies.load, tokenizer, self._config.renderer)
+
+    async def codec(self, max_model_len: int) -> TextCodec | None:
+        """None for a model without a tokenizer. Raises ModelError for options of a renderer that fit no replies."""
+        assert self._loading is not None, "it was begun"
+        loaded, config = await self._loading, self._config
+        if loaded is None:
+            return None
+        tokenizer, replies = loaded
+        return TextCodec(
+            tokenizer,
+            replies=replies,
+            max_prompt_bytes=config.max_prompt_bytes or max(MIN_PROMPT_BYTES, BYTES_PER_TOKEN * max_model_len),
+            trust_request_chat_template=config.trust_request_chat_template,
+        )
+
+    async def close(self) -> None:
+        if self._loading is not None:
+            self._loading.cancel()
+        if self.ahead is not None:
+            await self.ahead.close()
+
+
 async def serve(config: InferenceConfig, stop: asyncio.Event, tracer: Tracer) -> int:
     """Serves until `stop` is set, then drains; returns the exit code. Raises ConfigError for a bind or key that is not
     allowed.
     """
+    beside = _Beside(config, start_of(tracer))
+    try:
+        return await _serve(config, stop, tracer, beside)
+    finally:
+        await beside.close()
+
+
+async def _serve(config: InferenceConfig, stop: asyncio.Event, tracer: Tracer, beside: _Beside) -> int:
     tls = server_context()
     check_bind(config.server, encrypted=tls is not None)
     api_key = read_secret(
@@ -48,21 +107,9 @@ async def serve(config: InferenceConfig, stop: asyncio.Event, tracer: Tracer) ->
     )
     try:
         with waits_of(tracer).waiting("start", f"its engine of {config.model.name} to come up"):
-            engine = await unless_stopped(stop, open_engine(config, start_of(tracer)))
-        try:
-            with start_of(tracer).phase("tokenizer"):
-                tokenizer = await asyncio.to_thread(load_tokenizer, config.model)
-        except ModelError as error:  # the token-in route works without one
-            logger.warning("no tokenizer, so only /inference/v1/generate is served: {}", error)
-            codec = None
-        else:
-            codec = TextCodec(
-                tokenizer,
-                replies=await asyncio.to_thread(ChatReplies.load, tokenizer, config.renderer),
-                max_prompt_bytes=config.max_prompt_bytes
-                or max(MIN_PROMPT_BYTES, BYTES_PER_TOKEN * engine.max_model_len),
-                trust_request_chat_template=config.trust_request_chat_template,
-            )
+            opening = open_engine(config, start_of(tracer), meanwhile=beside.begin)
+            engine = await unless_stopped(stop, opening)
+        codec = await beside.codec(engine.max_model_len)
     except StoppedError:  # a large model takes minutes: whoever stops the program need not wait for it
         return 0
     except (ModelError, ValueError) as error:  # a configuration that no retry mends: say it once, without a traceback
@@ -74,7 +121,7 @@ async def serve(config: InferenceConfig, stop: asyncio.Event, tracer: Tracer) ->
         broadcast=config.weight_broadcast,
         output_dir=config.output_dir,
     )
-    follower = HubFollower(engine, membership, url=config.url or "", waits=waits_of(tracer))
+    follower = HubFollower(engine, membership, url=config.url or "", waits=waits_of(tracer), ahead=beside.ahead)
     server = InferenceServer(
         engine,
         model_name=config.served_model_name or config.model.name,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ def kind_of(
     *,
     family: str = "qwen3",
     module: str = "meshrl.inference.main",
+    broadcast: Mapping[str, Any] | None = None,
     **config: Any,
 ) -> EngineKind:
     if name == "vllm" and DEVICE == "cuda":  # its attention kernels take no float32
@@ -44,6 +45,7 @@ def kind_of(
         family=family,
         module=module,
         config={**CONFIGS[name], **config},
+        broadcast=broadcast or {},
         clear_margin=1e-3 if exact else 0.1,
         # transformers itself is this far from float32 in bfloat16, at a temperature of 0.7
         logprob_atol=1e-4 if exact else 0.15,

@@ -17,6 +17,7 @@ from meshrl.core.config.shared import ServerConfig
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.inference.adapters import AdapterTable
 from meshrl.inference.agent.agent import Membership, WeightAgent
+from meshrl.inference.agent.ahead import VersionAhead
 from meshrl.inference.engine import CollectiveSupport, FinishReason, GenerateRequest, HostVersion, TokenChunk
 from meshrl.inference.sleep import Sleeper
 from meshrl.versions.placement import PlacementTracer, check_parts
@@ -206,7 +207,13 @@ class Mesh:
             run_id="run", version=version, prepare_deadline_s=prepare_deadline_s, **more
         )
 
-    def start_agent(self, engine_id: str, engine: MemoryEngine, spool_dir: Path | None = None) -> WeightAgent:
+    def start_agent(
+        self,
+        engine_id: str,
+        engine: MemoryEngine,
+        spool_dir: Path | None = None,
+        ahead: VersionAhead | None = None,
+    ) -> WeightAgent:
         agent = WeightAgent(
             self.client(),
             engine,
@@ -215,6 +222,7 @@ class Mesh:
             fetch_stall_s=3.0,
             hold_deadline_s=3.0,
             spool_dir=spool_dir,
+            ahead=ahead,
         )
         stop = asyncio.Event()
         self._agents[engine_id] = (asyncio.create_task(agent.run(stop)), stop)

@@ -28,6 +28,7 @@ from meshrl.core.private_folders import spool_name
 from meshrl.core.telemetry.tracing import SYNC_APPLY_SPAN
 from meshrl.core.telemetry.waits import Waits
 from meshrl.core.waiting import StoppedError, next_within, set_within, unless_stopped
+from meshrl.inference.agent.ahead import VersionAhead
 from meshrl.inference.agent.probe import ProbeRule
 from meshrl.inference.agent.states import (
     Action,
@@ -123,12 +124,14 @@ class WeightAgent:
         spool_dir: Path | None = None,
         url: str = "",
         away_s: float | None = None,
+        ahead: VersionAhead | None = None,
     ) -> None:
         """`address` is the host:port at which the engine serves; `url` is the hub's way to it, if another.
 
         fetch_stall_s: for weight_broadcast.stall_s; hold_deadline_s: end a gang's pause if the hub never does;
         spool_dir: where streamed versions become files for engines that want files, by default /dev/shm if there is
-        room; away_s: how long the hub may be away before the agent ends, None for ever.
+        room; away_s: how long the hub may be away before the agent ends, None for ever; ahead: what came while the
+        engine started, which is closed here.
         """
         self._client = client
         self._engine = engine
@@ -136,9 +139,10 @@ class WeightAgent:
         self._url, self._away_s = url or f"{scheme()}://{address}", away_s
         self.connected = False  # to the hub
         self.waits = Waits()  # replaced by the program's, where it has some
-        spool = None
+        self._ahead, spool = ahead, None
         if engine.stages_from_files:
-            spool = Spool(spool_dir, spool_name(membership.output_dir, self._engine_id))
+            name = spool_name(membership.output_dir, self._engine_id)
+            spool = Spool(spool_dir, name) if ahead is None else ahead.spool
         broadcast = membership.broadcast or WeightBroadcastConfig()
         self._max_probe_error = broadcast.max_probe_error
         stall_s = broadcast.stall_s if fetch_stall_s is None else fetch_stall_s
@@ -158,6 +162,11 @@ class WeightAgent:
         self._hold_timer: asyncio.Task[None] | None = None
         self._live_root = b""
         self._held: Held | None = None
+
+    @property
+    def downloaded_bytes(self) -> int:
+        """That came over the network since its start; what came ahead is not counted."""
+        return self._downloader.taken_bytes
 
     # --- life -----------------------------------------------------------------------------------
 
@@ -206,7 +215,13 @@ class WeightAgent:
         await self._resume()
         for work in self._lines.values():
             work.loader.drop_image()
+        await self._close_ahead()
         await self._downloader.close()
+
+    async def _close_ahead(self) -> None:
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            await ahead.close()
 
     async def _follow(self) -> None:
         vouched = any(line.version is not None for line in self.machine.lines.values())
@@ -325,7 +340,8 @@ class WeightAgent:
     def _work(self, run_id: str) -> LineWork:
         work = self._lines.get(run_id)
         if work is None:
-            fetcher = VersionFetcher(self._downloader, spool=self._spool)
+            ahead = None if self._ahead is None else self._ahead.take
+            fetcher = VersionFetcher(self._downloader, spool=self._spool, ahead=ahead)
             loader = VersionLoader(self._client, self._engine, fetcher, self._signature, run_id)
             work = self._lines[run_id] = LineWork(loader=loader, probes=ProbeRule(self._max_probe_error))
         return work
@@ -379,6 +395,7 @@ class WeightAgent:
         )
         logger.info("version {} is prepared in {:.3f} s: {}", version, prepare_s, times)
         self._perform(line.fetched(artifact_id))
+        await self._close_ahead()
 
     async def _stage(self, loader: VersionLoader, version: int, artifact_id: str) -> tuple[Manifest, bool]:
         generation = self.machine.group

@@ -18,6 +18,7 @@ from meshrl.client.credentials import TokenCredentials
 from meshrl.core.telemetry.waits import Waits
 from meshrl.core.waiting import Pulse
 from meshrl.inference.agent.agent import Membership, WeightAgent
+from meshrl.inference.agent.ahead import VersionAhead
 from meshrl.inference.engine import Engine
 from meshrl.wire.errors import MeshError, Reason
 
@@ -47,10 +48,12 @@ class HubFollower:
         url: str = "",
         away_s: float = AWAY_S,
         waits: Waits | None = None,
+        ahead: VersionAhead | None = None,
     ) -> None:
         """url: the configured hub's way to this engine, if not the address at which it serves; away_s: how long a hub
-        that called may be away before it is left; waits: those of the program."""
-        self._waits = waits or Waits()
+        that called may be away before it is left; waits: those of the program; ahead: what came from the configured hub
+        while the engine started."""
+        self._waits, self._ahead = waits or Waits(), ahead
         self._engine, self._membership, self._url, self._away_s = engine, membership, url, away_s
         self._address = ""
         self._following: _Following | None = None
@@ -70,7 +73,7 @@ class HubFollower:
         the engine: a defect of an agent, or a configured hub of another contract."""
         self._address = address
         if self._membership.broadcast is not None:
-            self._begin(self._membership.broadcast.address, url=self._url, away_s=None)
+            self._begin(self._membership.broadcast.address, url=self._url, away_s=None, ahead=self._ahead)
         stopping = asyncio.create_task(stop.wait())
         try:
             while not stop.is_set():
@@ -110,11 +113,13 @@ class HubFollower:
             await self._engine.leave_group()
             self._begin(hub, url=url, away_s=self._away_s, token=token)
 
-    def _begin(self, hub: str, *, url: str, away_s: float | None, token: str = "") -> None:
+    def _begin(
+        self, hub: str, *, url: str, away_s: float | None, token: str = "", ahead: VersionAhead | None = None
+    ) -> None:
         leave = asyncio.Event()
         client = WeightSyncClient(hub, ChannelOptions(credentials=TokenCredentials(token)) if token else None)
         at = urlsplit(url).netloc or self._address  # engines that listen at 0.0.0.0 would all have one name
-        agent = WeightAgent(client, self._engine, self._membership, at, url=url, away_s=away_s)
+        agent = WeightAgent(client, self._engine, self._membership, at, url=url, away_s=away_s, ahead=ahead)
         agent.waits = self._waits
         task = asyncio.create_task(_run(client, agent, leave, called=away_s is not None))
         self._following = _Following(hub=hub, token=token, agent=agent, task=task, leave=leave)

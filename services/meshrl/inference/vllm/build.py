@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import secrets
 import signal
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,8 +36,11 @@ if TYPE_CHECKING:  # vLLM is an extra, and takes seconds to import
     from meshrl.inference.vllm.requests import RoutedLayers
 
 
-async def open_vllm_engine(config: InferenceConfig, start: Start) -> VllmEngine:
-    """A running `VllmEngine`. Raises VllmError (a ValueError) for arguments that vLLM refuses, and ModelError."""
+async def open_vllm_engine(config: InferenceConfig, start: Start, meanwhile: Callable[[], object]) -> VllmEngine:
+    """A running `VllmEngine`. Raises VllmError (a ValueError) for arguments that vLLM refuses, and ModelError.
+
+    `meanwhile`: as of `open_engine`. No thread of such work is in this process while it is forked.
+    """
     with start.phase("vllm.configuration"), loading():
         vllm_config = await asyncio.to_thread(
             _vllm_config,
@@ -66,8 +70,12 @@ async def open_vllm_engine(config: InferenceConfig, start: Start) -> VllmEngine:
     if shared is not None:
         with start.phase("vllm.compiled"):
             await bring(shared, config.weight_broadcast)
+    if not forks:
+        meanwhile()
     with start.phase("vllm.processes"):
         llm = await asyncio.to_thread(_start, vllm_config, forks=forks)
+    if forks:
+        meanwhile()
     engine = VllmEngine(
         llm,
         layout=layout,

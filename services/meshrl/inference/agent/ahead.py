@@ -1,0 +1,155 @@
+"""Brings the version that a hub serves to this host while the engine starts, to be applied as soon as it serves.
+
+Only a whole version in chunks comes ahead: files that this host can read need not come, adapters and deltas are small,
+and what is broadcast comes to engines alone. The agent fetches versions as ever, and takes what is here, or on its way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import aclosing
+from pathlib import Path
+
+from loguru import logger
+
+from meshrl.client import WeightSyncClient
+from meshrl.core.config.shared import WeightBroadcastConfig
+from meshrl.inference.agent.version_loader import VersionFetcher
+from meshrl.versions.downloads import Downloader
+from meshrl.versions.files import HostBytes, Spool
+from meshrl.versions.sources import LinkLimits
+from meshrl.wire.errors import MeshError
+from meshrl.wire.manifest import artifact_id as artifact_id_of
+from meshrl.wire.types import Manifest, Transport, VersionInfo, VersionKind, VersionState
+
+DECIDED = frozenset({VersionState.COMMITTING, VersionState.COMMITTED})
+CLOSE_S = 5.0
+
+
+class VersionAhead:
+    """One version at a time comes, that of the newest decision. `begin` once, and `close` in the end."""
+
+    def __init__(self, broadcast: WeightBroadcastConfig, spool: Spool) -> None:
+        """`spool` is the engine's: what comes is in files there, for its processes to read."""
+        self.spool = spool
+        self._hub = WeightSyncClient(broadcast.address)
+        limits = LinkLimits(connections=broadcast.connections, mbps=broadcast.max_mbps, stall_s=broadcast.stall_s)
+        self._downloader = Downloader(self._hub, limits, broadcast.relays)
+        self._fetcher = VersionFetcher(self._downloader, spool=spool)
+        self._newest: VersionInfo | None = None
+        self._decided = asyncio.Event()
+        self._artifact_id = ""
+        self._coming: asyncio.Task[HostBytes] | None = None
+        self._following: set[asyncio.Task[None]] = set()
+        self._dropped: set[asyncio.Task[HostBytes]] = set()
+
+    def begin(self) -> None:
+        self._following = {asyncio.create_task(self._watch()), asyncio.create_task(self._follow())}
+
+    @property
+    def came(self) -> str:
+        """The artifact whose bytes are all here, until they are taken; empty while there is none."""
+        coming = self._coming
+        is_here = coming is not None and coming.done() and not coming.cancelled() and coming.exception() is None
+        return self._artifact_id if is_here else ""
+
+    async def take(self, artifact_id: str) -> HostBytes | None:
+        """The bytes of an artifact, once they are here; None where they were not on their way, or did not come.
+
+        Nothing comes ahead from then on, and other bytes are dropped.
+        """
+        self._end_following()
+        coming, self._coming = self._coming, None
+        if coming is None:
+            return None
+        if artifact_id != self._artifact_id:
+            self._drop(coming)
+            return None
+        try:
+            return await coming
+        except MeshError as error:
+            logger.info("the version did not come ahead, and is asked for again: {}", error)
+            return None
+        except asyncio.CancelledError:
+            self._drop(coming)
+            raise
+
+    async def close(self) -> None:
+        """Drops what was not taken. Closing twice is fine."""
+        self._end_following()
+        coming, self._coming = self._coming, None
+        if coming is not None:
+            self._drop(coming)
+        ending = {*self._following, *self._dropped}
+        if ending:
+            await asyncio.wait(ending, timeout=CLOSE_S)
+        await self._downloader.close()
+        await self._hub.close()
+
+    # --- what comes -------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        try:
+            async with aclosing(self._hub.watch_versions()) as events:
+                async for event in events:
+                    version, newest = event.version, self._newest
+                    is_newer = newest is None or (version.epoch, version.version) > (newest.epoch, newest.version)
+                    if version.state in DECIDED and is_newer:
+                        self._newest = version
+                        self._decided.set()
+        except MeshError as error:
+            logger.info("no version comes ahead: {}", error)
+
+    async def _follow(self) -> None:
+        while True:
+            await self._decided.wait()
+            self._decided.clear()
+            assert self._newest is not None, "it was decided"
+            try:
+                await self._bring(self._newest)
+            except MeshError as error:  # such as a version that a newer one has replaced meanwhile
+                logger.info("version {} does not come ahead: {}", self._newest.version, error)
+
+    async def _bring(self, version: VersionInfo) -> None:
+        found = await self._hub.find_version(
+            version.run_id, version.version, artifact_id=version.artifact_id, held_root=b""
+        )
+        whole = next(filter(_comes_in_chunks, (found.manifest, *found.steps)), None)
+        artifact_id = "" if whole is None else await asyncio.to_thread(artifact_id_of, whole)
+        if artifact_id == self._artifact_id:  # deltas lead on from what is here
+            return
+        before, self._coming, self._artifact_id = self._coming, None, artifact_id
+        if before is not None:
+            self._drop(before)
+        if whole is not None:
+            self._coming = asyncio.create_task(self._fetch(whole, artifact_id))
+
+    async def _fetch(self, manifest: Manifest, artifact_id: str) -> HostBytes:
+        began_s = time.monotonic()
+        logger.info("version {} comes ahead: {} bytes from the hub", manifest.version, manifest.payload_bytes)
+        held = await self._fetcher.fetch(manifest, artifact_id)
+        logger.info("version {} came ahead, in {:.2f} s", manifest.version, time.monotonic() - began_s)
+        return held
+
+    # --- its end ------------------------------------------------------------------------------------
+
+    def _end_following(self) -> None:
+        for task in self._following:
+            task.cancel()
+
+    def _drop(self, coming: asyncio.Task[HostBytes]) -> None:
+        coming.cancel()
+        self._dropped.add(coming)
+        coming.add_done_callback(self._release)
+
+    def _release(self, dropped: asyncio.Task[HostBytes]) -> None:
+        self._dropped.discard(dropped)
+        if not dropped.cancelled() and dropped.exception() is None:
+            dropped.result().release()
+
+
+def _comes_in_chunks(manifest: Manifest) -> bool:
+    if manifest.kind is not VersionKind.FULL or manifest.transport is Transport.NCCL:
+        return False
+    return manifest.transport is Transport.STREAM or not all(Path(file.path).exists() for file in manifest.files)

@@ -1,0 +1,95 @@
+"""An engine that joins a run gets its version while it starts, and applies it as soon as it serves."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import slow_engine
+from engine_mesh import EngineClient, EngineMesh
+from meshrl.core.private_folders import SHM, spool_name
+from meshrl.wire.types import Transport
+from polling import until
+
+JOINER = "joiner"
+SLOW_MBPS = 1.0
+
+
+class Gate:
+    """Engines come up while it is open."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.open()
+
+    def open(self) -> None:
+        self.file.touch()
+
+    def shut(self) -> None:
+        self.file.unlink()
+
+
+@pytest.fixture
+def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Gate:
+    gate = Gate(tmp_path / "gate")
+    monkeypatch.setenv(slow_engine.GATE, str(gate.file))
+    monkeypatch.setenv("PYTHONPATH", str(Path(slow_engine.__file__).parent))
+    return gate
+
+
+@pytest.fixture
+async def mesh(start_mesh: Callable[..., EngineMesh], gate: Gate) -> EngineMesh:
+    """A version is decided, and the engine that served it is gone."""
+    slow = {"max_mbps": SLOW_MBPS}
+    mesh = start_mesh("embedded", module="slow_engine", engine_id=JOINER, broadcast=slow)
+    await mesh.publish(1, transport=Transport.STREAM)
+    mesh.engine.stop()
+    gate.shut()
+    return mesh
+
+
+def spooled(mesh: EngineMesh) -> list[Path]:
+    return sorted((SHM / spool_name(mesh.folder, JOINER)).glob("*"))
+
+
+async def served(mesh: EngineMesh) -> None:
+    mesh.await_engine()
+    async with mesh.session() as session:
+        await EngineClient(session).until("version", 0, 60.0)
+    # It computes what the publisher of the version computed.
+    await until(lambda: "nats off" in mesh.engine.tail())
+    await until(lambda: not spooled(mesh))
+
+
+async def test_a_version_is_here_before_the_engine_is_and_applied_though_the_hub_has_lost_its_bytes(
+    mesh: EngineMesh, gate: Gate
+) -> None:
+    mesh.begin_engine()
+    await until(lambda: "came ahead" in mesh.engine.tail(), 120.0)
+    assert "serving" not in mesh.engine.tail()
+    lost = list((mesh.folder / "weight_hub" / "artifacts").rglob("payload"))
+    for payload in lost:
+        os.truncate(payload, 0)
+    assert lost
+    gate.open()
+    await served(mesh)
+
+
+async def test_an_engine_that_is_killed_while_a_version_comes_leaves_nothing_that_its_next_start_uses(
+    mesh: EngineMesh, gate: Gate
+) -> None:
+    mesh.begin_engine()
+    await until(lambda: bool(spooled(mesh)), 120.0)
+    mesh.engine.process.send_signal(signal.SIGKILL)
+    mesh.engine.process.wait(60.0)
+    assert "came ahead" not in mesh.engine.tail()
+    (torn,) = spooled(mesh)
+    mesh.begin_engine()
+    await until(lambda: "came ahead" in mesh.engine.tail(), 120.0)
+    assert torn not in spooled(mesh)
+    gate.open()
+    await served(mesh)
