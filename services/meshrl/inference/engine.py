@@ -222,6 +222,9 @@ class Engine(ABC):
     patches: bool = False
     """Whether `patch` can make the next version from the served one, so that no copy of it is needed."""
 
+    receives_deltas: bool = False
+    """Whether `receive` makes a version of its delta and the weights that are served."""
+
     can_sleep: bool = False
     """Whether `sleep` can give memory back."""
 

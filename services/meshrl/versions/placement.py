@@ -222,6 +222,12 @@ class WeightPlacement:
         for move in moves:
             self._moves.setdefault(move.tensor, []).append(move)
 
+    @classmethod
+    def whole(cls, tensors: Mapping[str, torch.Tensor]) -> WeightPlacement:
+        """Of a rank that holds every tensor as a parameter of its own, by the same name."""
+        sizes = {name: tensor.numel() for name, tensor in tensors.items()}
+        return cls([_move(name, name, 0, 0, [(size, 1, 1)]) for name, size in sizes.items() if size])
+
     @property
     def tensors(self) -> Collection[str]:
         """The tensors of which this rank holds parts."""

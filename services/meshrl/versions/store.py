@@ -83,7 +83,7 @@ class VersionStore:
         folder = self._spool_dir / artifact_id
         with room_for(manifest, self._spool_dir):
             folder.mkdir(parents=True, exist_ok=True)
-            if manifest.kind is VersionKind.DELTA and with_base:
+            if _has_chain(manifest) and with_base:
                 chains.link_base(self._base_of(manifest).folder, folder)
             write_file(folder / MANIFEST, to_json(manifest))
             if manifest.transport is Transport.STREAM:
@@ -95,7 +95,7 @@ class VersionStore:
 
     def check_base(self, artifact_id: str, manifest: Manifest) -> None:
         """Raises UNKNOWN_VERSION for a coming delta whose base is not here, not whole or has changed."""
-        if manifest.kind is VersionKind.DELTA and artifact_id not in self.artifacts:
+        if _has_chain(manifest) and artifact_id not in self.artifacts:
             self._base_of(manifest)
 
     def _base_of(self, manifest: Manifest) -> VersionBytes:
@@ -175,6 +175,11 @@ class VersionStore:
                 files.pop(needed, None)
         for name, of_one in files.items():
             _delete_files(name, of_one)
+
+
+def _has_chain(manifest: Manifest) -> bool:
+    """Whether the version's bytes here are a delta, so that engines need those below it. A broadcast has none here."""
+    return manifest.kind is VersionKind.DELTA and manifest.transport is not Transport.NCCL
 
 
 def _delete_files(artifact_id: str, paths: Sequence[Path]) -> None:

@@ -60,6 +60,7 @@ from meshrl.wire.types import (
     OpenedGroup,
     SleepOutcome,
     StagedVersion,
+    Transport,
     VersionEvent,
     VersionInfo,
     VersionKind,
@@ -405,7 +406,7 @@ class Hub:
     ) -> FoundVersion:
         """Returns a sealed version and the steps that reach it from weights with the root `held_root`.
 
-        A delta has steps, and a version that is broadcast once its copy is here, which is its only step.
+        A version that is broadcast has one once its copy is here, which is that; any other delta has steps.
         `artifact_id` chooses between versions of several epochs, and finds a version also while its bytes arrive.
         Raises UNKNOWN_VERSION, VERSION_NOT_SEALED.
         """
@@ -419,11 +420,11 @@ class Hub:
             raise MeshError(Reason.VERSION_NOT_SEALED, f"version {record.version} is still being staged")
         artifact_id = artifact_id or record.artifact_id
         manifest, steps = self._store.held(artifact_id).manifest, tuple[Manifest, ...]()
-        if manifest.kind is VersionKind.DELTA:
+        if record.copied and artifact_id != record.copy:
+            steps = (self._store.held(record.copy).manifest,)
+        elif manifest.kind is VersionKind.DELTA and manifest.transport is not Transport.NCCL:
             whole = record.state is not VersionState.STAGING
             steps = await asyncio.to_thread(self._store.steps, artifact_id, held_root, whole=whole)
-        elif record.copied and artifact_id != record.copy:
-            steps = (self._store.held(record.copy).manifest,)
         return FoundVersion(manifest=manifest, artifact_id=artifact_id, steps=steps)
 
     def fetch(self, artifact_id: str, ranges: Sequence[tuple[int, int]], chunk_bytes: int) -> AsyncIterator[bytes]:

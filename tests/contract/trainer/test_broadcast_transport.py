@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,79 +14,18 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import polling
+from broadcasting_trainer import DEADLINE_S, TwoRanks, trainer
 from meshrl.client import WeightSyncClient
 from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.models.state import hf_state
-from meshrl.trainer.publishing.publisher import Publisher, PublishReport
-from meshrl.trainer.publishing.snapshots import PublicationSettings, Snapshotter
-from meshrl.training.parallel.rank_group import RankGroup
 from meshrl.versions.collective.broadcasting import Receiver
-from meshrl.versions.collective.communicator import open_store, reach_store
-from meshrl.versions.collective.plan import PublishPlan, rows_of
 from meshrl.versions.progress import Progress
-from meshrl.versions.snapshot import Captured, take_snapshot
-from meshrl.versions.transports.base import Answer, VersionLine
-from meshrl.versions.transports.broadcast import (
-    CPU,
-    BroadcastShare,
-    BroadcastTransport,
-    MeetEngines,
-    SendVersion,
-)
-from meshrl.versions.transports.rank_calls import RankCalls, RankCallThread
+from meshrl.versions.transports.base import Answer
+from meshrl.versions.transports.broadcast import MeetEngines, SendVersion
 from meshrl.versions.uploads import Peers, Uploader
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.manifest import plan_tensors
-from meshrl.wire.types import CollectivePlan, JoinGroup, Manifest, Transport, capabilities
-from served_engine import ServedEngine, activate, serving_engine
-
-DEADLINE_S = 2.0
-
-
-class Trainer:
-    """A model, its snapshotter and the publisher, as rank 0 of a trainer of one process has them."""
-
-    def __init__(self, model: str, client: WeightSyncClient, epoch: int) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(model)
-        self.store = open_store("127.0.0.1", deadline_s=30.0)
-        address = f"127.0.0.1:{self.store.port}"
-        settings = PublicationSettings(
-            transport="nccl", epoch=epoch, adapter_only=False, in_shares=True, folder="", chunk_bytes=4096,
-            bucket_bytes=2048, num_threads=1, backend="gloo", deadline_s=DEADLINE_S, store_address=address,
-        )  # fmt: skip
-        self.snapshotter = Snapshotter(self.model, torch.float32, RankGroup(), settings)
-        share = self.snapshotter.share
-        assert isinstance(share, BroadcastShare)
-        self.share = share
-        self.transport = BroadcastTransport(
-            VersionLine(run_id="main", epoch=epoch),
-            RankCalls(share, None, num_ranks=1),
-            share,
-            self.snapshotter.plan,
-            client,
-            self.store,
-            watch_s=0.1,
-        )
-        self.publisher = Publisher(client, self.transport)
-
-    async def publish(self, version: int) -> PublishReport:
-        """A step that changes every weight, and its version."""
-        with torch.no_grad():
-            for parameter in self.model.parameters():
-                parameter.add_(0.01 * (version + 1))
-        return await self.publisher.publish(version, self.snapshotter.capture(version))
-
-    def is_served_by(self, served: ServedEngine) -> bool:
-        ours, live = hf_state(self.model), hf_state(served.model)
-        return all(torch.equal(tensor, ours[name]) for name, tensor in live.items())
-
-
-@asynccontextmanager
-async def trainer(model: str, hub: str, epoch: int = 1) -> AsyncIterator[Trainer]:
-    async with WeightSyncClient(hub) as client:
-        made = Trainer(model, client, epoch)
-        yield made
-        await made.publisher.close()
+from meshrl.wire.types import JoinGroup, Manifest, Transport, capabilities
+from served_engine import activate, serving_engine
 
 
 async def groups(hub: str) -> dict[str, int | None]:
@@ -315,39 +252,6 @@ async def test_hub_that_would_drop_the_order_of_rows_is_refused_before_a_group_o
         assert await groups(hub) == {"e0": None}
         await training.publish(0)
         assert await groups(hub) == {"e0": 1}
-
-
-class TwoRanks:
-    """The shares of two sender ranks, each with its own thread, and rank 0's transport and publisher."""
-
-    def __init__(self, weights: Mapping[str, torch.Tensor], client: WeightSyncClient, *, bucket_bytes: int) -> None:
-        self.store = open_store("127.0.0.1", deadline_s=30.0)
-        address = f"127.0.0.1:{self.store.port}"
-        self.plan = PublishPlan(
-            tensors=plan_tensors((name, "float32", tuple(tensor.shape)) for name, tensor in weights.items()),
-            collective=CollectivePlan(num_senders=2, bucket_bytes=bucket_bytes),
-        )
-        self.shares = [
-            BroadcastShare(
-                sender=sender, device=CPU, store_address=address, backend="gloo", deadline_s=DEADLINE_S, plan=self.plan
-            )
-            for sender in range(2)
-        ]
-        RankCallThread(self.shares[1], reach_store(address, deadline_s=30.0), rank=1)
-        line, calls = VersionLine(run_id="main", epoch=1), RankCalls(self.shares[0], self.store, num_ranks=2)
-        self.transport = BroadcastTransport(line, calls, self.shares[0], self.plan, client, self.store, watch_s=0.1)
-        self.publisher = Publisher(client, self.transport)
-
-    async def publish(self, version: int, weights: Mapping[str, torch.Tensor]) -> PublishReport:
-        lanes = torch.zeros((len(self.plan.tensors), 2), dtype=torch.int64)
-        for sender, share in enumerate(self.shares):
-            share.release_snapshot()
-            rows = {name: tensor[slice(*rows_of(len(tensor), sender, 2))] for name, tensor in weights.items()}
-            snapshot = take_snapshot(self.plan, rows, sender, CPU)
-            assert snapshot.digests is not None
-            lanes += snapshot.digests
-            share.held.put(version, snapshot)
-        return await self.publisher.publish(version, Captured(digests=lanes.numpy()))
 
 
 async def test_late_engine_pulls_what_two_ranks_hold(model: str, hub: str) -> None:

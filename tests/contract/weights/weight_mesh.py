@@ -50,7 +50,7 @@ class MemoryEngine:
         self.paused = False
         self.unfit: str | None = None
         self.in_flight = 3
-        self.stages_from_files = self.patches = False
+        self.stages_from_files = self.patches = self.receives_deltas = False
         self.collective: CollectiveSupport | None = None
         self.adapters: AdapterTable[dict[str, torch.Tensor]] | None = None
         self.shadow: tuple[int, dict[str, torch.Tensor]] | None = None

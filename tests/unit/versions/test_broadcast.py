@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed import TCPStore
@@ -21,10 +22,11 @@ from meshrl.versions.collective.broadcasting import Receiver, Sender
 from meshrl.versions.collective.communicator import Communicator, open_store, reach_store
 from meshrl.versions.collective.digest import digest_bytes, sum128
 from meshrl.versions.collective.plan import PublishPlan, rows_of
+from meshrl.versions.deltas.codec import Rows, encode, read_stream, unpack, write_stream
 from meshrl.versions.snapshot import take_snapshot
 from meshrl.wire import manifest as manifests
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.types import CollectivePlan, JoinGroup, Manifest, TensorEntry, Transport
+from meshrl.wire.types import ChunkEntry, CollectivePlan, JoinGroup, Manifest, TensorEntry, Transport
 
 CPU = torch.device("cpu")
 STALL_S = 60.0
@@ -180,6 +182,47 @@ def test_receiver_that_never_comes_breaks_the_meeting_in_time_and_is_named() -> 
     with pytest.raises(MeshError, match=r"rank 2 of 3 did not come within 0\.6 s") as caught:
         group.senders[0].result(60.0)
     assert caught.value.reason is Reason.GROUP_BROKEN
+
+
+def test_delta_that_is_damaged_on_its_way_is_refused_and_the_group_takes_the_next() -> None:
+    plan = manifests.plan_tensors([("a", "bfloat16", (64, 8)), ("b", "bfloat16", (6,))])
+    collective = CollectivePlan(num_senders=2, bucket_bytes=100)
+    of_plan, threads = PublishPlan(tensors=plan, collective=collective), ThreadPoolExecutor(2)
+    old = torch.randn(518).bfloat16()
+    new = old.clone()
+    new[::3] *= 1.01
+    state = {"a": new[:512].view(64, 8), "b": new[512:]}
+    parts, places = [], np.flatnonzero(old.view(torch.int16).numpy() != new.view(torch.int16).numpy())
+    for sender in range(2):
+        pieces = list(of_plan.pieces(sender))
+        spans = [(plan[piece.tensor].offset + piece.start, piece.end - piece.start) for piece in pieces]
+        before, after = (
+            np.concatenate([each.view(torch.uint8).numpy()[at : at + length] for at, length in spans])
+            for each in (old, new)
+        )
+        parts.append(write_stream([packed for _, packed in encode(Rows(plan, spans), before, after, threads)]))
+    chunks = tuple(
+        ChunkEntry(offset=sender * len(parts[0]), length=len(part), digest=manifests.digest(part.data))
+        for sender, part in enumerate(parts)
+    )
+    base = manifest_of(entries(state), collective)
+    manifest = manifests.delta_manifest(base, base, chunks)
+    group = Group(2, 1)
+    receiver, senders = group.receiver(0).result(60.0), [future.result(60.0) for future in group.senders]
+    damaged = parts[1].copy()
+    damaged[-1] ^= 1
+    for second in (damaged, parts[1]):
+        work = [
+            group.threads.submit(sender.send_delta, delta, of_plan, stall_s=STALL_S)
+            for sender, delta in zip(senders, (parts[0], second), strict=True)
+        ]
+        received = group.threads.submit(receiver.receive_delta, manifest, stall_s=STALL_S)
+        for each in work:
+            each.result(60.0)
+        if second is damaged:
+            with pytest.raises(MeshError, match="of sender 1 is not what its manifest lists"):
+                received.result(60.0)
+    assert unpack(*read_stream(received.result(60.0))).places.tolist() == places.tolist()
 
 
 def test_sender_that_stops_in_the_middle_ends_the_receive_within_the_stall() -> None:

@@ -183,7 +183,7 @@ async def test_a_delta_that_the_hub_refuses_or_that_does_not_pay_goes_in_full(co
         await ranks.transport.deliver(2)
         assert (await ranks.prepare(3, state_of(5))).manifest.kind is VersionKind.FULL
         await ranks.transport.deliver(3)
-        ranks.shares[-1]._base = None  # a rank that can make no pieces: a delta without them would lead elsewhere
+        ranks.shares[-1].base._base = None  # a rank that can make no pieces: a delta without them would lead elsewhere
         assert (await ranks.prepare(4, stepped(state_of(5), 4))).manifest.kind is VersionKind.FULL
     finally:
         await ranks.transport.close()

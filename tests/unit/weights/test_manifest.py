@@ -20,7 +20,16 @@ from hypothesis import given, settings
 from meshrl.wire import convert, manifest_checks
 from meshrl.wire import manifest as manifests
 from meshrl.wire.manifest_file import PayloadReader, from_json, safetensors_header, to_json
-from meshrl.wire.types import AdapterConfig, CollectivePlan, FileEntry, Manifest, TensorEntry, Transport, VersionKind
+from meshrl.wire.types import (
+    AdapterConfig,
+    ChunkEntry,
+    CollectivePlan,
+    FileEntry,
+    Manifest,
+    TensorEntry,
+    Transport,
+    VersionKind,
+)
 
 SPECS = (("b", "float32", (3, 5)), ("a", "bfloat16", (7,)), ("empty", "float32", (0, 4)), ("s", "int64", ()))
 
@@ -217,6 +226,26 @@ def test_delta_says_what_it_leads_from_and_travels_in_chunks_of_its_own() -> Non
     ):
         found = manifest_checks.violations(dataclasses.replace(delta, **changes), max_chunk_bytes=4096)
         assert found[0][0] == field
+
+
+def test_delta_by_broadcast_lists_what_each_sender_sends() -> None:
+    streams = [b"abc" * 99, b"d" * 17]
+    offsets = (0, len(streams[0]))
+    chunks = tuple(
+        ChunkEntry(offset=offset, length=len(stream), digest=manifests.digest(memoryview(stream)))
+        for offset, stream in zip(offsets, streams, strict=True)
+    )
+    delta = manifests.delta_manifest(collective(), collective(version=3), chunks)
+    assert (delta.transport, delta.payload_bytes) == (Transport.NCCL, 314)
+    assert manifest_checks.violations(delta, max_chunk_bytes=16) == []  # no chunk goes through the hub
+    assert from_json(to_json(delta)) == delta
+    for changes in (
+        {"chunks": chunks[:1]},
+        {"chunks": (chunks[0], dataclasses.replace(chunks[1], offset=299))},
+        {"chunks": (chunks[0], dataclasses.replace(chunks[1], digest=b"short"))},
+    ):
+        found = manifest_checks.violations(dataclasses.replace(delta, **changes), max_chunk_bytes=4096)
+        assert [name.partition("[")[0] for name, _ in found] == ["chunks"]
 
 
 def test_adapter_version_carries_its_own_tensors_and_the_layout_of_its_base() -> None:

@@ -25,7 +25,7 @@ from meshrl.wire import frames, manifest_checks
 from meshrl.wire import manifest as manifests
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest_file import from_json, manifest_path
-from meshrl.wire.types import StagedVersion, TensorEntry, Transport, capabilities
+from meshrl.wire.types import EngineInfo, StagedVersion, TensorEntry, Transport, capabilities
 from state_publisher import StatePublisher
 from virtual_time import run_at_once
 
@@ -34,9 +34,12 @@ class FirstHub(WeightSyncClient):
     """Answers a publisher as a hub does that takes everything."""
 
     def __init__(self) -> None:
-        self.capabilities = frozenset(capabilities.HUB)
+        self.address, self.capabilities = "127.0.0.1:1", frozenset(capabilities.HUB)
         self.manifest: Any = None
         self.received: dict[int, bytes] = {}
+
+    async def list_engines(self, engine_pool: str = "") -> tuple[EngineInfo, ...]:
+        return ()
 
     async def create_version(self, manifest: Any, chunks: Any = None, *, stall_s: float | None = None) -> Any:
         self.manifest = manifest

@@ -212,11 +212,10 @@ def build_manifest(
 
 
 def delta_manifest(base: Manifest, result: Manifest, chunks: tuple[ChunkEntry, ...]) -> Manifest:
-    """A delta in `chunks` from the weights of `base` to those of `result`, both of SUM128."""
+    """A delta in `chunks` from the weights of `base` to those of `result`, both of SUM128; it travels as `result`."""
     return replace(
         result,
         kind=VersionKind.DELTA,
-        transport=Transport.STREAM,
         base_version=base.version,
         base_root=base.result_root,
         codec=CODEC_DELTA,

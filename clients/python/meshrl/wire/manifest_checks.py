@@ -42,8 +42,8 @@ def _kind_violations(manifest: Manifest) -> list[tuple[str, str]]:
     is_delta = manifest.kind is VersionKind.DELTA
     if is_delta != (manifest.base_version is not None) or is_delta != (len(manifest.base_root) == DIGEST_BYTES):
         found.append(("base_root", "and base_version must be set for kind delta, and only there"))
-    if is_delta and (manifest.transport is not Transport.STREAM or manifest.digest_algorithm != SUM128):
-        found.append(("kind", f"deltas travel by transport stream and have {SUM128} digests"))
+    if is_delta and (manifest.transport is Transport.FILESYSTEM or manifest.digest_algorithm != SUM128):
+        found.append(("kind", f"deltas travel by transport stream or nccl and have {SUM128} digests"))
     if (manifest.kind is VersionKind.LORA) != (manifest.adapter is not None):
         found.append(("adapter", "must be set for kind lora, and only there"))
     elif manifest.adapter is not None and manifest.adapter.rank < 1:
@@ -70,22 +70,28 @@ def _byte_violations(manifest: Manifest, max_chunk_bytes: int) -> list[tuple[str
     found: list[tuple[str, str]] = []
     if manifest.collective is not None:
         found.append(("collective", "must be unset unless transport is nccl"))
-    num_bytes = manifest.payload_bytes
-    found += _span_violations("chunks", [(chunk.offset, chunk.length) for chunk in manifest.chunks], num_bytes)
+    found += _chunk_violations(manifest)
     found += [
         (f"chunks[{index}].length", f"must be at most {max_chunk_bytes} bytes, got {chunk.length}")
         for index, chunk in enumerate(manifest.chunks)
         if chunk.length > max_chunk_bytes
     ][:1]
+    if manifest.transport is Transport.FILESYSTEM:
+        files = [(file.offset, file.num_bytes) for file in manifest.files]
+        found += _span_violations("files", files, manifest.payload_bytes)
+    elif manifest.files:
+        found.append(("files", "must be empty unless transport is filesystem"))
+    return found
+
+
+def _chunk_violations(manifest: Manifest) -> list[tuple[str, str]]:
+    spans = [(chunk.offset, chunk.length) for chunk in manifest.chunks]
+    found = _span_violations("chunks", spans, manifest.payload_bytes)
     found += [
         (f"chunks[{index}].digest", f"must have {DIGEST_BYTES} bytes, got {len(chunk.digest)}")
         for index, chunk in enumerate(manifest.chunks)
         if len(chunk.digest) != DIGEST_BYTES
     ][:1]
-    if manifest.transport is Transport.FILESYSTEM:
-        found += _span_violations("files", [(file.offset, file.num_bytes) for file in manifest.files], num_bytes)
-    elif manifest.files:
-        found.append(("files", "must be empty unless transport is filesystem"))
     return found
 
 
@@ -94,8 +100,14 @@ def _collective_violations(manifest: Manifest) -> list[tuple[str, str]]:
     if plan is None:
         return [("collective", "must be set for transport nccl")]
     found: list[tuple[str, str]] = []
-    if manifest.chunks or manifest.files:
-        found.append(("chunks", "and files must be empty for transport nccl: the bytes travel in a group"))
+    if manifest.kind is VersionKind.DELTA:
+        if len(manifest.chunks) != plan.num_senders:
+            found.append(("chunks", f"must be one for each sender of a delta, got {len(manifest.chunks)}"))
+        found += _chunk_violations(manifest)
+    elif manifest.chunks:
+        found.append(("chunks", "must be empty for transport nccl, unless it is a delta: the bytes travel in a group"))
+    if manifest.files:
+        found.append(("files", "must be empty for transport nccl: the bytes travel in a group"))
     if manifest.digest_algorithm != SUM128:
         found.append(("digest_algorithm", f"must be {SUM128} for transport nccl, got {manifest.digest_algorithm!r}"))
     if plan.num_senders < 1:

@@ -337,12 +337,11 @@ class WeightBroadcastConfig(BaseConfig):
     """nccl: address at which engines reach the trainer, and the only one at which it listens for them."""
 
     deltas: Literal["auto", "off"] = "auto"
-    """stream, filesystem: auto publishes the changes since the previous version if they have less than half of the full
-    version's bytes. off publishes every version in full."""
+    """auto publishes the changes since the previous version if they have less than half of the full version's bytes, and
+    with nccl if the link is not faster than the work on them. off publishes every version in full."""
 
     anchor_every: int = Field(default=32, ge=1)
-    """stream, filesystem: after so many deltas a version goes in full, for engines that join: they fetch that and one
-    delta."""
+    """After so many deltas a version goes in full. Engines that join fetch that and one delta (stream, filesystem)."""
 
     relays: list[str] = Field(default_factory=list)
     """stream: relays of this site (`weights --upstream`), host:port. An engine fetches from the fastest one that

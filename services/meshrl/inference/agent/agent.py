@@ -153,6 +153,7 @@ class WeightAgent:
         self._hold_deadline_s = hold_deadline_s
         self.machine = AgentMachine(version=engine.version)
         self._lease: Lease | None = None
+        self._registered: tuple[str, ...] = ()  # capabilities
         self._outbox: asyncio.Queue[AgentReport] = asyncio.Queue()
         self._leave = asyncio.Event()
         self._defect: BaseException | None = None  # what ended a task: the agent ends with it
@@ -227,6 +228,7 @@ class WeightAgent:
         vouched = any(line.version is not None for line in self.machine.lines.values())
         held = self._engine.version if vouched else None
         support, adapters = self._engine.collective, self._engine.adapters
+        self._registered = self._capabilities()
         self._lease = await self._client.register(
             AgentRegistration(
                 engine_id=self._engine_id,
@@ -242,7 +244,7 @@ class WeightAgent:
                 can_sleep=self._engine.can_sleep,
                 max_adapters=0 if adapters is None else adapters.max_adapters,
                 max_adapter_rank=0 if adapters is None else adapters.max_rank,
-                capabilities=capabilities.ENGINE,
+                capabilities=self._registered,
             )
         )
         self._outbox, self.connected = asyncio.Queue(), True
@@ -262,10 +264,16 @@ class WeightAgent:
                     self._live_root = root  # in a new session the hub has its own version served again
                     logger.warning("weights were loaded by hand as version {}: registering anew", self._engine.version)
                     return
+                if self._capabilities() != self._registered:
+                    return  # it registers anew
                 for run_id in [*self.machine.lines]:
                     yield self._report(SendReport(run_id=run_id))
                 continue
             yield report
+
+    def _capabilities(self) -> tuple[str, ...]:
+        takes = (capabilities.BROADCAST_DELTAS,) if self._engine.receives_deltas else ()
+        return (*capabilities.ENGINE, *takes)
 
     def _displaced(self) -> bool:
         version, adapters = self._engine.version, self._engine.adapters

@@ -134,7 +134,8 @@ class VersionLoader:
             raise differs or MeshError(Reason.LAYOUT_MISMATCH, text)
         full = manifest.kind is VersionKind.FULL
         leads_on = full and manifest.digest_algorithm == manifests.SUM128 and len(manifest.chunks) > 0
-        if leads_on or manifest.kind is VersionKind.DELTA:
+        through_hub = manifest.transport is not Transport.NCCL
+        if through_hub and (leads_on or manifest.kind is VersionKind.DELTA):
             try:
                 await self._load_steps(found)
             except MeshError as error:
@@ -144,17 +145,30 @@ class VersionLoader:
                 await self._load_steps(await self.find(manifest.version, found.artifact_id, anew=True))
             return
         self.drop_image()
-        if manifest.transport is not Transport.NCCL:
+        if through_hub:
             await self._fetch_and_stage(manifest, found.artifact_id)
         elif not found.steps:
-            with self.times.part("received"):
-                await self._engine.receive(manifest)
+            await self._receive(manifest)
         elif len(found.steps) > 1 or found.steps[0].result_root != manifest.result_root:
             text = f"the copy of version {manifest.version} for engines that missed its broadcast has other weights"
             raise MeshError(Reason.DIGEST_MISMATCH, text)
         else:
             (copy,) = found.steps
             await self._fetch_and_stage(copy, await asyncio.to_thread(manifests.artifact_id, copy))
+
+    async def _receive(self, manifest: Manifest) -> None:
+        """Has the engine take a broadcast. It takes a delta that it cannot apply, too, or the others would wait."""
+        is_delta, other_base = manifest.kind is VersionKind.DELTA, manifest.base_root != self._engine.root
+        try:
+            with self.times.part("received"):
+                await self._engine.receive(manifest)
+        except MeshError as error:
+            if is_delta and error.reason is Reason.NOT_SUPPORTED:
+                self._engine.receives_deltas = False  # the agent registers that, and versions come in full
+            if is_delta and error.reason is Reason.DIGEST_MISMATCH and other_base:
+                text = f"the delta to version {manifest.version} is refused: it is for other weights than those served"
+                raise MeshError(Reason.DIGEST_MISMATCH, text) from error
+            raise
 
     async def _load_steps(self, found: FoundVersion) -> None:
         """Loads a version by the steps that lead to it, over the image or the engine's own weights.

@@ -36,13 +36,15 @@ from meshrl.inference.engine import (
 )
 from meshrl.versions.layout import Layout
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.types import JoinGroup, Manifest
+from meshrl.wire.types import JoinGroup, Manifest, VersionKind
 
 MAX_ADAPTERS = 16
 
 
 class EmbeddedEngine(Engine):
     """An `Engine` (see `engine.py`) over one in-process model. `start` it on the loop that will consume its tokens."""
+
+    receives_deltas = True
 
     def __init__(
         self, model: PreTrainedModel, *, max_model_len: int, num_slots: int, max_queue: int = 4096,
@@ -209,6 +211,9 @@ class EmbeddedEngine(Engine):
         await self._staging.receiver.join(group)
 
     async def receive(self, manifest: Manifest) -> None:
+        if manifest.kind is VersionKind.DELTA:
+            await self._staging.receive_delta(manifest)
+            return
         await self._stage(await self._staging.receive(manifest), copy=False)
 
     async def leave_group(self) -> None:

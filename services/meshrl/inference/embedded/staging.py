@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from loguru import logger
@@ -22,12 +22,13 @@ from meshrl.inference.engine import HostVersion
 from meshrl.inference.out_of_memory import named_out_of_memory
 from meshrl.models.state import hf_state
 from meshrl.versions.layout import Layout, layout_of, mismatch
+from meshrl.versions.placement import WeightPlacement, check_parts
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import digest, root_of
 from meshrl.wire.types import JoinGroup, Manifest
 
 if TYPE_CHECKING:
-    from meshrl.versions.collective.broadcasting import Receiver, ReceiveTimes, Sink
+    from meshrl.versions.collective.broadcasting import Bytes, Receiver, Sink
 
 GRACE_S = 5.0  # beyond a deadline that the other side keeps itself
 STALL_S = 30.0  # without a byte, after which a broadcast ends
@@ -64,6 +65,15 @@ class LiveWeights:
             for name, owner in self._owners.items()
         }
         return Shadow(version=version, tensors=shadow)
+
+    @torch.no_grad()
+    def patch(self, manifest: Manifest, delta: Bytes) -> Shadow:
+        """Makes a version of its delta and the live weights. Raises MeshError NOT_SUPPORTED, DIGEST_MISMATCH."""
+        shadow = {name: owner.detach().clone().contiguous() for name, owner in self._owners.items()}
+        placement = WeightPlacement.whole(shadow)
+        placement.patch(manifest, delta, shadow, num_threads=1)
+        check_parts(manifest, [placement.digests(shadow)])
+        return Shadow(version=manifest.version, tensors=shadow)
 
     def swap(self, shadow: Shadow) -> None:
         """Makes the shadow live by exchanging storage: no bytes move; tied modules follow their owner."""
@@ -113,6 +123,16 @@ class Staging:
             await self.receiver.receive(manifest, sink)
         return HostVersion(run_id=manifest.run_id, version=manifest.version, tensors=arrived, adapter=manifest.adapter)
 
+    async def receive_delta(self, manifest: Manifest) -> None:
+        """Builds the shadow from the live weights and the delta that a group broadcasts.
+
+        Raises MeshError GROUP_BROKEN, DIGEST_MISMATCH, NOT_SUPPORTED, OUT_OF_MEMORY.
+        """
+        self._shadow = None
+        delta = await self.receiver.receive_delta(manifest)
+        with self.named_out_of_memory(manifest.version):
+            self._shadow = await asyncio.to_thread(self._weights.patch, manifest, delta)
+
     def named_out_of_memory(self, version: int) -> AbstractContextManager[None]:
         return named_out_of_memory(doing=f"staging version {version}", device=self._device, remedy=_REMEDY)
 
@@ -127,7 +147,7 @@ class BroadcastReceiver:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._receiver: Receiver | None = None
-        self._receiving: asyncio.Future[ReceiveTimes] | None = None
+        self._receiving: asyncio.Future[Any] | None = None
 
     async def join(self, group: JoinGroup) -> None:
         """Leaves the group before and meets the others. Raises MeshError GROUP_BROKEN unless all come."""
@@ -151,19 +171,26 @@ class BroadcastReceiver:
 
     async def receive(self, manifest: Manifest, sink: Sink) -> None:
         """Takes a version's tensors. A broadcast that fails or is cancelled ends the group."""
+        times = await self._take(manifest, lambda receiver: receiver.receive(manifest, sink, stall_s=STALL_S))
+        logger.debug("version {} came through the group: {}", manifest.version, times)
+
+    async def receive_delta(self, manifest: Manifest) -> Bytes:
+        """Takes a version's delta; as `receive`."""
+        return await self._take(manifest, lambda receiver: receiver.receive_delta(manifest, stall_s=STALL_S))
+
+    async def _take(self, manifest: Manifest, take: Callable[[Receiver], Result]) -> Result:
         receiver = self._receiver
         if receiver is None:
             raise MeshError(
                 Reason.GROUP_BROKEN, f"version {manifest.version} travels in a group; this engine is in none"
             )
-        self._receiving = _on_thread(lambda: receiver.receive(manifest, sink, stall_s=STALL_S))
+        self._receiving = receiving = _on_thread(lambda: take(receiver))
         try:
-            times = await asyncio.shield(self._receiving)
+            return await asyncio.shield(receiving)
         except BaseException:  # cancelled, too: the senders must not wait for this rank
             if self._receiver is receiver:
                 await asyncio.shield(self.leave())
             raise
-        logger.debug("version {} came through the group: {}", manifest.version, times)
 
     async def leave(self) -> None:
         receiver, self._receiver = self._receiver, None

@@ -154,7 +154,7 @@ class VllmEngine(Engine):
         made = await self._calls.rpc("meshrl_open", self._calls.ends.address, deadline_s=OPEN_DEADLINE_S)
         if "reason" in made:
             raise VllmError(made["message"])
-        self.patches = made["shadow"] == "ParameterShadow"
+        self.patches = self.receives_deltas = made["shadow"] == "ParameterShadow"
         logger.info(
             "weight versions are staged as {} on {} ({} worker(s))", made["shadow"], made["device"], self._ranks
         )
@@ -387,7 +387,7 @@ class VllmEngine(Engine):
             try:
                 await self._calls.rpc("meshrl_receive", manifest.version, to_json(manifest), RECEIVE_STALL_S)
                 await self._calls.wait_for_job(STAGE_DEADLINE_S)
-                if any(parts := await self._calls.answers("meshrl_parts")):  # each worker got no more than its own
+                if any(parts := await self._calls.answers("meshrl_parts")):  # of a delta, or each worker got its own
                     check_parts(manifest, parts)
             except asyncio.CancelledError:
                 await asyncio.shield(self.leave_group())

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from loguru import logger
+from numpy.typing import NDArray
 
 from meshrl.core.config.shared import ModelConfig
 from meshrl.inference.sizing import GIB
@@ -30,7 +31,7 @@ from meshrl.versions.collective.broadcasting import Receiver
 from meshrl.versions.placement import PartDigests, PlacementTracer, WeightPlacement
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest_file import from_json
-from meshrl.wire.types import JoinGroup
+from meshrl.wire.types import JoinGroup, Manifest, VersionKind
 from meshrl.wire.values import JsonObject
 
 if TYPE_CHECKING:
@@ -129,6 +130,10 @@ class WeightsExtension:
         def work() -> None:
             if receiver is None:
                 raise MeshError(Reason.GROUP_BROKEN, "this worker is in no group")
+            if manifest.kind is VersionKind.DELTA:
+                delta = receiver.receive_delta(manifest, stall_s=stall_s)
+                self._meshrl_patched(manifest, delta, shadow, onto_staged=False)
+                return
             if not receiver.is_scattered:
                 receiver.receive(manifest, self._meshrl_begin(shadow), stall_s=stall_s)
                 self._meshrl_finish(shadow, version)
@@ -147,23 +152,28 @@ class WeightsExtension:
     def meshrl_patch(self, version: int, manifest_json: bytes, delta: str, onto_staged: bool) -> None:
         """Starts to make the shadow of a delta's result: from the live weights or, `onto_staged`, from its own
         content."""
-        manifest, placement = from_json(manifest_json), self._meshrl_placement
-        shadow = self._meshrl_ready_shadow()
+        manifest, shadow = from_json(manifest_json), self._meshrl_ready_shadow()
 
         def work() -> None:
-            if placement is None or not isinstance(shadow, ParameterShadow):
-                raise MeshError(Reason.NOT_SUPPORTED, "where a version's weights lie in vLLM's own was not seen")
-            if not onto_staged:
-                shadow.begin_as_live()
-            parameters = shadow.parameters
-            try:
-                placement.patch(manifest, np.fromfile(delta, dtype=np.uint8), parameters, PATCH_THREADS)
-                self._meshrl_found = placement.digests(parameters)
-            except RuntimeError as error:  # torch's, such as for a full device: versions then come another way
-                raise MeshError(Reason.NOT_SUPPORTED, f"a delta is not applied here: {error}") from error
-            self._meshrl_staged = version
+            self._meshrl_patched(manifest, np.fromfile(delta, dtype=np.uint8), shadow, onto_staged=onto_staged)
 
         self._meshrl_start(work, f"patching version {version}")
+
+    def _meshrl_patched(
+        self, manifest: Manifest, delta: NDArray[np.uint8], shadow: WorkerShadow, *, onto_staged: bool
+    ) -> None:
+        placement = self._meshrl_placement
+        if placement is None or not isinstance(shadow, ParameterShadow):
+            raise MeshError(Reason.NOT_SUPPORTED, "where a version's weights lie in vLLM's own was not seen")
+        if not onto_staged:
+            shadow.begin_as_live()
+        parameters = shadow.parameters
+        try:
+            placement.patch(manifest, delta, parameters, PATCH_THREADS)
+            self._meshrl_found = placement.digests(parameters)
+        except RuntimeError as error:  # torch's, such as for a full device: versions then come another way
+            raise MeshError(Reason.NOT_SUPPORTED, f"a delta is not applied here: {error}") from error
+        self._meshrl_staged = manifest.version
 
     def meshrl_parts(self) -> PartDigests:
         """The digests of the parts that the last patch, or a version that was scattered, has made here."""

@@ -248,16 +248,21 @@ def _transport(
     if senders > 1:
         calls_store = reach_store(settings.store_address, deadline_s=STORE_DEADLINE_S)
     calls = RankCalls(share, calls_store, num_ranks=senders)
+    shared: dict[str, Any] = {
+        "chunk_bytes": settings.chunk_bytes,
+        "anchor_every": broadcast.anchor_every if broadcast.deltas == "auto" and adapter is None else None,
+    }
     if not isinstance(share, BroadcastShare):
-        rows: dict[str, Any] = {
+        rows = {
+            **shared,
             "num_shares": senders,
-            "chunk_bytes": settings.chunk_bytes,
             "num_threads": settings.num_threads,
-            "anchor_every": broadcast.anchor_every if broadcast.deltas == "auto" and adapter is None else None,
             "stall_s": options.publish_deadline_s,
         }
         if isinstance(share, StreamShare):
             return StreamTransport(line, calls, share, **rows)
         return FilesystemTransport(line, calls, share, deltas_from=DELTAS_FROM_BYTES, **rows)
     assert store is not None, "the engines meet the trainer at its store"
-    return BroadcastTransport(line, calls, share, snapshotter.plan, client, store, chunk_bytes=settings.chunk_bytes)
+    return BroadcastTransport(
+        line, calls, share, snapshotter.plan, client, store, deltas_from=DELTAS_FROM_BYTES, **shared
+    )

@@ -117,6 +117,7 @@ class Snapshotter:
                 backend=settings.backend,
                 deadline_s=settings.deadline_s,
                 plan=self.plan,
+                num_threads=settings.num_threads,
             )
         else:
             kind = FileShare if settings.transport == Transport.FILESYSTEM.value else StreamShare

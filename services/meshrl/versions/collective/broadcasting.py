@@ -2,7 +2,8 @@
 
 A snapshot (`versions.snapshot`) has its pieces in the order in which they are broadcast, so nothing is copied once
 more. A receiver checks a version and passes on whole tensors. In a scattered group (see `scatter`) a receiver gets no
-more than the parts that it holds, and the ranks of an engine check them together. Used by the broadcast transport, the
+more than the parts that it holds, and the ranks of an engine check them together. Of a version that leaves as a delta
+each sender broadcasts the delta of its own rows, and a receiver joins them. Used by the broadcast transport, the
 embedded engine's `BroadcastReceiver` and vLLM's workers.
 """
 
@@ -10,10 +11,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from meshrl.versions.collective import scatter
@@ -21,11 +25,15 @@ from meshrl.versions.collective.communicator import Communicator, Operation, rea
 from meshrl.versions.collective.digest import digest_bytes, sum128
 from meshrl.versions.collective.plan import Bucket, PublishPlan
 from meshrl.versions.collective.scatter import Message, Offer
+from meshrl.versions.deltas.codec import DeltaError, joined, read_stream
 from meshrl.versions.layout import TORCH_DTYPES
 from meshrl.versions.placement import PartDigests, WeightPlacement
 from meshrl.versions.snapshot import Snapshot
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.types import JoinGroup, Manifest, TensorEntry
+from meshrl.wire.manifest import digest
+from meshrl.wire.types import CollectivePlan, JoinGroup, Manifest, TensorEntry
+
+Bytes = NDArray[np.uint8]
 
 
 class Sender:
@@ -90,20 +98,35 @@ class Sender:
         """
         if snapshot.sender != self._sender:
             raise MeshError(Reason.INTERNAL, f"sender {self._sender} was given the snapshot of {snapshot.sender}")
+        with self._beside_training():
+            if self._messages is not None:
+                self._scatter(snapshot, self._messages, stall_s, moved)
+                return
+            spans = [bucket.spans[self._sender] for bucket in snapshot.plan.buckets]
+            self._broadcast(snapshot.flat, spans, stall_s, moved)
+
+    def send_delta(
+        self, delta: Bytes, plan: PublishPlan, *, stall_s: float, moved: Callable[[], object] = lambda: None
+    ) -> None:
+        """Broadcasts the byte stream of this sender's delta, in parts of the plan's `bucket_bytes`; as `send`."""
+        flat = torch.from_numpy(delta.copy()).to(self._device)  # a delta is read-only, which tensors cannot be
+        with self._beside_training():
+            self._broadcast(flat, _parts(len(delta), plan.collective), stall_s, moved)
+
+    @contextmanager
+    def _beside_training(self) -> Iterator[None]:
         if self._stream is None:
-            self._send(snapshot, stall_s, moved)
+            yield
             return
         torch.cuda.set_device(self._device)
         self._stream.wait_stream(torch.cuda.default_stream(self._device))
         with torch.cuda.stream(self._stream):
-            self._send(snapshot, stall_s, moved)
+            yield
 
-    def _send(self, snapshot: Snapshot, stall_s: float, moved: Callable[[], object]) -> None:
-        if self._messages is not None:
-            self._scatter(snapshot, self._messages, stall_s, moved)
-            return
-        spans = [bucket.spans[self._sender] for bucket in snapshot.plan.buckets]
-        works = [self._communicator.broadcast(snapshot.flat[begin:end]) for begin, end in spans if begin < end]
+    def _broadcast(
+        self, flat: torch.Tensor, spans: Sequence[tuple[int, int]], stall_s: float, moved: Callable[[], object]
+    ) -> None:
+        works = [self._communicator.broadcast(flat[begin:end]) for begin, end in spans if begin < end]
         for work in works:
             self._communicator.finish(work, stall_s)
             moved()
@@ -242,6 +265,36 @@ class Receiver:
         return times
 
     @torch.no_grad()
+    def receive_delta(self, manifest: Manifest, *, stall_s: float) -> Bytes:
+        """Receives the byte stream of a version's delta, whether or not it can be applied here: the group goes on.
+
+        Raises MeshError as `receive`, DIGEST_MISMATCH naming the sender.
+        """
+        plan = self._plan_of(manifest).collective
+        buffers = [torch.empty(chunk.length, dtype=torch.uint8, device=self._device) for chunk in manifest.chunks]
+        try:
+            works = [
+                (communicator, communicator.broadcast(buffer[begin:end]))
+                for communicator, buffer in zip(self._communicators, buffers, strict=True)
+                for begin, end in _parts(len(buffer), plan)
+            ]
+            for communicator, work in works:
+                communicator.finish(work, stall_s)
+        except BaseException:
+            self.abort()
+            raise
+        streams = [buffer.cpu().numpy() for buffer in buffers]
+        for sender, (chunk, stream) in enumerate(zip(manifest.chunks, streams, strict=True)):
+            if digest(stream.data) != chunk.digest:
+                text = f"the delta to version {manifest.version} of sender {sender} is not what its manifest lists"
+                raise MeshError(Reason.DIGEST_MISMATCH, text)
+        try:
+            return joined(map(read_stream, streams))
+        except DeltaError as error:
+            text = f"the delta to version {manifest.version} is refused: {error}"
+            raise MeshError(Reason.DIGEST_MISMATCH, text) from error
+
+    @torch.no_grad()
     def receive_held(
         self, manifest: Manifest, parameters: Mapping[str, torch.Tensor], *, stall_s: float
     ) -> tuple[ReceiveTimes, PartDigests]:
@@ -351,3 +404,9 @@ class Receiver:
     def close(self) -> None:
         self.abort()
         self._buffers = [None, None]
+
+
+def _parts(num_bytes: int, plan: CollectivePlan) -> list[tuple[int, int]]:
+    """(begin, end) of what is broadcast at once of a sender's delta."""
+    size = plan.bucket_bytes
+    return [(begin, min(begin + size, num_bytes)) for begin in range(0, num_bytes, size)]

@@ -293,6 +293,11 @@ def write_stream(pieces: Sequence[Packed]) -> NDArray[np.uint8]:
     return np.frombuffer(b"".join(stream), dtype=np.uint8)
 
 
+def joined(parts: Iterable[Sequence[Packed]]) -> NDArray[np.uint8]:
+    """One delta's byte stream from the pieces of several ranks, which each have rows of their own."""
+    return write_stream(sorted((piece for part in parts for piece in part), key=lambda piece: piece.run.start))
+
+
 def stream_bytes(pieces: Iterable[Packed]) -> int:
     return sum(_ROW.size + piece.num_bytes for piece in pieces)
 
@@ -384,7 +389,7 @@ def merge(deltas: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
             by_block.setdefault((run.width, block), []).append(piece)
     with ThreadPoolExecutor(min(os.cpu_count() or 1, MOST_THREADS), thread_name_prefix="delta-merge") as threads:
         merged = threads.map(lambda key: _merge_block(key[0], key[1], by_block[key], sparse=sparse), by_block)
-        return write_stream(sorted((piece for piece in merged if piece is not None), key=lambda piece: piece.run.start))
+        return joined([[piece for piece in merged if piece is not None]])
 
 
 def _merge_block(width: int, block: int, pieces: Sequence[Packed], *, sparse: bool) -> Packed | None:

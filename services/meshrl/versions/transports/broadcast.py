@@ -1,9 +1,10 @@
 """The broadcast transport (nccl, or gloo on a CPU): the trainer's ranks send a version to the engines directly.
 
 A version is staged and sealed at the hub as a manifest without bytes; the bytes are sent once, in a group of engines
-that the hub forms. They are broadcast, or scattered where every rank of the engines knows what it holds and that pays
-(see `collective.scatter`). A rank learns it from its first version, so after that one the group meets anew. Once a
-scattered version broke off, this trainer broadcasts.
+that the hub forms. They are a delta, which is broadcast, where that pays and every engine of the group serves the
+version before. Else the tensors in full are broadcast, or scattered where every rank of the engines knows what it holds
+and that pays (see `collective.scatter`). A rank learns it from its first version, so after that one the group meets
+anew. Once a scattered version broke off, this trainer broadcasts.
 
 Engines that miss a version are in the group of the next one. Where none comes, they pull: the ranks send their rows to
 rank 0, which brings the hub a copy in chunks. That takes a version's size of its memory and of the hub's disk, so it is
@@ -19,6 +20,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TypeVar
 
 import numpy as np
@@ -34,15 +36,20 @@ from meshrl.versions.collective.communicator import reach_store
 from meshrl.versions.collective.digest import digest_bytes
 from meshrl.versions.collective.plan import PublishPlan
 from meshrl.versions.collective.scatter import have_offered, scatter_offers
+from meshrl.versions.deltas.base_rows import BaseRows
+from meshrl.versions.deltas.codec import write_stream
+from meshrl.versions.deltas.rule import DeltaRule
 from meshrl.versions.progress import Progress
-from meshrl.versions.snapshot import Captured, HeldSnapshot, HostCopies, Snapshot
+from meshrl.versions.snapshot import Captured, HeldSnapshot, HostCopies, SideStream, Snapshot
 from meshrl.versions.transports.base import Answer, Prepared, PublishCall, VersionCall, VersionLine
 from meshrl.versions.transports.rank_calls import RankCalls
+from meshrl.versions.transports.rows import EncodeRows, SetBase
 from meshrl.versions.uploads import TODAY, Peers, Uploader
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.manifest import DEFAULT_CHUNK_BYTES, chunks_of
+from meshrl.wire.manifest import DEFAULT_CHUNK_BYTES, chunks_of, delta_manifest, digest
 from meshrl.wire.types import (
     AgentState,
+    ChunkEntry,
     EngineInfo,
     JoinGroup,
     Manifest,
@@ -52,6 +59,7 @@ from meshrl.wire.types import (
 )
 
 CPU = torch.device("cpu")
+Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +71,11 @@ class MeetEngines(PublishCall):
     deadline_s: float
 
 
+@dataclass(frozen=True, kw_only=True)
 class SendVersion(VersionCall):
-    """Send the group the rank's rows of a version."""
+    """Send the group the rank's rows of a version, or the delta that was encoded of them."""
+
+    delta: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,11 +89,11 @@ class CopyVersion(VersionCall):
 class BroadcastShare:
     """One sender rank's share of the broadcasts."""
 
-    calls = (MeetEngines, SendVersion, CopyVersion)
+    calls = (MeetEngines, EncodeRows, SendVersion, SetBase, CopyVersion)
 
     def __init__(
         self, *, sender: int, device: torch.device, store_address: str, backend: str, deadline_s: float,
-        plan: PublishPlan,
+        plan: PublishPlan, num_threads: int = 1,
     ) -> None:  # fmt: skip
         """`deadline_s`: how long a broadcast may stand still, and this rank's training may lag behind rank 0's."""
         self.held: HeldSnapshot[Snapshot] = HeldSnapshot()
@@ -93,12 +104,14 @@ class BroadcastShare:
         self._sender, self._device = sender, device
         self._store: Store | None = None
         self._group: Sender | None = None
-        self._host_copies = HostCopies()
+        self._host_copies, self._side = HostCopies(), SideStream()
+        self._base = BaseRows(ThreadPoolExecutor(num_threads, thread_name_prefix="version-rows"), self.progress)
+        self._delta: tuple[int, Bytes] | None = None  # that was encoded last: its version, and its byte stream
         self._lock = threading.Lock()
         self._reading = False
 
-    def carry_out(self, call: MeetEngines | SendVersion | CopyVersion) -> Answer:
-        """Meets the receivers of a group, or sends what this rank holds."""
+    def carry_out(self, call: MeetEngines | EncodeRows | SendVersion | SetBase | CopyVersion) -> Answer:
+        """Meets the receivers of a group, or encodes, sends or keeps what this rank holds."""
         if isinstance(call, MeetEngines):
             self.leave()
             plan = self._plan if self.may_scatter else None
@@ -107,23 +120,48 @@ class BroadcastShare:
             )
             return {}
         with self._snapshot(call.version) as snapshot:
-            if isinstance(call, CopyVersion):
-                rows = torch.from_numpy(self._host_copies.bytes_of(snapshot))
-                to_rank_0 = self._meet("gloo", CPU, call.generation, 1, call.deadline_s)
-                try:
-                    to_rank_0.send(replace(snapshot, flat=rows), stall_s=self.deadline_s, moved=self.progress.moved)
-                finally:
-                    to_rank_0.abort()
-                return {}
-            group = self._group
-            if group is None:
-                raise MeshError(Reason.GROUP_BROKEN, "this sender has left the group")
-            try:
-                group.send(snapshot, stall_s=self.deadline_s, moved=self.progress.moved)
-            except MeshError:
-                self.leave()
-                raise
+            match call:
+                case EncodeRows():
+                    with self._side.reading(snapshot):
+                        return self._encode(snapshot, call)
+                case SetBase():
+                    with self._side.reading(snapshot):
+                        self._base.keep(snapshot, call.version)
+                case CopyVersion():
+                    rows = torch.from_numpy(self._host_copies.bytes_of(snapshot))
+                    to_rank_0 = self._meet("gloo", CPU, call.generation, 1, call.deadline_s)
+                    try:
+                        to_rank_0.send(replace(snapshot, flat=rows), stall_s=self.deadline_s, moved=self.progress.moved)
+                    finally:
+                        to_rank_0.abort()
+                case _:
+                    self._send(snapshot, call)
         return {}
+
+    def _encode(self, snapshot: Snapshot, call: EncodeRows) -> Answer:
+        size, changed = self._base.encode(snapshot, call.base, sparse=call.sparse)
+        stream = write_stream(self._base.pieces)
+        self._delta = (call.version, stream)
+        return {
+            "bytes": {"delta": str(size), "changed": str(changed), "stream": str(len(stream))},
+            "digests": {"stream": digest(stream.data).hex()},
+        }
+
+    def _send(self, snapshot: Snapshot, call: SendVersion) -> None:
+        group = self._group
+        if group is None:
+            raise MeshError(Reason.GROUP_BROKEN, "this sender has left the group")
+        try:
+            if not call.delta:
+                group.send(snapshot, stall_s=self.deadline_s, moved=self.progress.moved)
+            elif self._delta is None or self._delta[0] != call.version:
+                raise MeshError(Reason.GROUP_BROKEN, f"this sender has no delta to version {call.version}")
+            else:
+                delta = self._delta[1]
+                group.send_delta(delta, snapshot.plan, stall_s=self.deadline_s, moved=self.progress.moved)
+        except MeshError:
+            self.leave()
+            raise
 
     def on_host(self, version: int) -> NDArray[np.uint8]:
         """This rank's rows of a version in host memory, valid until the next copy."""
@@ -140,11 +178,11 @@ class BroadcastShare:
     def release_snapshot(self) -> torch.Tensor | None:
         """Drops the last snapshot, since the training thread makes the next.
 
-        Returns its buffer, but None where there is none or it is still being copied.
+        Returns a free buffer, if any: that of the last one only if it is neither being copied nor a base of deltas.
         """
         snapshot = self.held.drop()
         with self._lock:
-            return None if snapshot is None or self._reading else snapshot.flat
+            return self._base.free_buffer(None if self._reading else snapshot)
 
     @property
     def scatters(self) -> bool:
@@ -184,6 +222,10 @@ class BroadcastShare:
                 self._reading = False
 
 
+FAST_LINK = 8e9
+"""Bytes a second. A group that takes more has a version in full sooner than its delta is found and applied: on an H100
+these take about 1 s for the 8 GB of a 4B model."""
+MOST_DELTA_BYTES = 2**32 - 1  # of a sender: of a chunk in a manifest
 ATTEMPTS = 3  # to form a group for a version
 MEET_S = 30.0
 WATCH_S = 1.0  # between two looks for engines that lack the newest version
@@ -210,9 +252,14 @@ class BroadcastTransport:
         store: Store,
         *,
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+        anchor_every: int | None = None,
+        deltas_from: int = 0,
         watch_s: float = WATCH_S,
     ) -> None:
-        """`share` is rank 0's own; `store` is hosted by this process at `share.store_address`, where all meet."""
+        """`share` is rank 0's own; `store` is hosted by this process at `share.store_address`, where all meet.
+
+        `anchor_every`, `deltas_from`: as of `RowTransport`.
+        """
         self.progress = share.progress
         self._line, self._ranks, self._share, self._client, self._store = line, ranks, share, client, store
         self._plan, self._layout = plan, plan.layout
@@ -222,8 +269,12 @@ class BroadcastTransport:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="broadcast")  # the GPU belongs to a thread
         self._group: OpenedGroup | None = None
         self._compared = 0  # generation of the last group whose ranks have all offered what they hold
+        has_deltas = anchor_every is not None and plan.num_bytes >= deltas_from
+        self._rule = DeltaRule(anchor_every=anchor_every) if anchor_every is not None and has_deltas else None
         self._manifest: Manifest | None = None  # of the newest version
+        self._in_full: Manifest | None = None  # the same as if it had left in full
         self._took: set[str] = set()  # engines that it was broadcast to
+        self._is_fast = False  # whether the last version in full came to its group faster than any delta
         self._delivered_s: float | None = None
         self._stuck: dict[str, float] = {}  # engines that are asked into no group until then
         self._misfits: set[str] = set()  # engines of another layout; each is named in the log once
@@ -248,23 +299,40 @@ class BroadcastTransport:
         tensors = tuple(
             replace(tensor, digest=digest_bytes(lanes[index])) for index, tensor in enumerate(self._plan.tensors)
         )
-        self._manifest = self._line.manifest(version, Transport.NCCL, tensors, collective=self._plan.collective)
+        in_full = self._line.manifest(version, Transport.NCCL, tensors, collective=self._plan.collective)
         began_s = time.monotonic()
         await self._open_group()
-        return Prepared(manifest=self._manifest, parts_s={"group": time.monotonic() - began_s})
+        parts_s = {"group": time.monotonic() - began_s}
+        if self._manifest is None or in_full != self._in_full:  # else the hub may have it already
+            base = await self._base_of(in_full)
+            self._in_full = self._manifest = in_full
+            if base is not None:
+                began_s = time.monotonic()
+                self._manifest = await self._delta(base, in_full) or in_full
+                parts_s["encode"] = time.monotonic() - began_s
+        return Prepared(manifest=self._manifest, parts_s=parts_s)
 
     async def deliver(self, version: int) -> Mapping[str, float]:
-        """Sends a sealed version to the engines in the group."""
-        assert self._manifest is not None, "it was prepared"
+        """Sends a sealed version to the engines in the group; the ranks keep it, to make the next one's delta from."""
+        manifest, in_full = self._manifest, self._in_full
+        assert manifest is not None, "it was prepared"
+        assert in_full is not None, "it was prepared"
         began_s = time.monotonic()
         self._took = set()
-        whole = await self._send(version)
+        whole = await self._send(SendVersion(version=version, delta=manifest is not in_full))
         ended_s = time.monotonic()
+        parts_s = {"wire": ended_s - began_s}
+        if manifest is in_full and self._took:
+            self._is_fast = in_full.payload_bytes > FAST_LINK * parts_s["wire"]
+        if self._rule is not None and not self._is_fast:
+            self._rule.delivered(manifest, in_full)
+            await self._call(SetBase(version=version))
+            parts_s["keep"] = time.monotonic() - ended_s
         pace_s = self._watch_s if self._delivered_s is None else ended_s - self._delivered_s
         self._delivered_s = ended_s
         wait_s = min(LATE_S, 2 * pace_s) if whole else 0.0
-        self._late = asyncio.create_task(self._look_after_late(self._manifest, wait_s, broken=not whole))
-        return {"wire": ended_s - began_s}
+        self._late = asyncio.create_task(self._look_after_late(in_full, wait_s, broken=not whole))
+        return parts_s
 
     async def close(self) -> None:
         """Stops to look for engines and leaves the group."""
@@ -273,6 +341,51 @@ class BroadcastTransport:
             await asyncio.wait({self._late})
         await asyncio.to_thread(self._share.leave)
         self._thread.shutdown(wait=False)
+
+    # --- deltas -----------------------------------------------------------------------------------
+
+    async def _base_of(self, in_full: Manifest) -> Manifest | None:
+        """The version from which a delta is wanted: the one before, where every engine of the group serves it."""
+        if self._rule is None or self._is_fast or self._group is None:
+            return None
+        base = self._rule.base_of(in_full.version, in_full.tensors)
+        if base is None or capabilities.BROADCAST_DELTAS not in self._hub:
+            return None
+        engines = await self._capable()
+        for member in self._group.members:
+            engine = engines.get(member.engine_id)
+            if engine is None or engine.serving_version != base.version:
+                why = f"engine {member.engine_id} does not serve version {base.version}"
+            elif capabilities.BROADCAST_DELTAS not in engine.capabilities:
+                why = f"engine {member.engine_id} takes no deltas by broadcast"
+            else:
+                continue
+            logger.info("version {} leaves in full: {}", in_full.version, why)
+            return None
+        return base
+
+    async def _delta(self, base: Manifest, in_full: Manifest) -> Manifest | None:
+        """The version as a delta, of which each rank holds its part; None where that would not pay."""
+        assert self._rule is not None, "there are deltas"
+        answers = await self._call(EncodeRows(version=in_full.version, base=base.version))
+        found = [{name: int(size) for name, size in answer["bytes"].items()} for answer in answers]
+        if not self._rule.pays(
+            in_full.version,
+            delta_bytes=sum(each["delta"] for each in found),
+            changed_bytes=sum(each["changed"] for each in found),
+            num_bytes=in_full.num_bytes,
+        ) or any(each["stream"] > MOST_DELTA_BYTES for each in found):
+            return None
+        offsets = accumulate((each["stream"] for each in found), initial=0)
+        chunks = tuple(
+            ChunkEntry(offset=offset, length=each["stream"], digest=bytes.fromhex(answer["digests"]["stream"]))
+            for offset, each, answer in zip(offsets, found, answers, strict=False)
+        )
+        return delta_manifest(base, in_full, chunks)
+
+    async def _call(self, call: PublishCall) -> list[Answer]:
+        self.progress.moved()
+        return await self._in_thread(lambda: self._ranks.call(call, stall_s=self._share.deadline_s + GRACE_S))
 
     # --- the group --------------------------------------------------------------------------------
 
@@ -373,22 +486,20 @@ class BroadcastTransport:
             )
         }
 
-    async def _send(self, version: int) -> bool:
+    async def _send(self, call: SendVersion) -> bool:
         """Sends a version to the group, once. Returns whether all of the group have it."""
         if self._group is None:
             return True
-        call, scattered = SendVersion(version=version), self._share.scatters
-        stall_s = self._share.deadline_s + GRACE_S  # each rank ends a send that stands still
-        self.progress.moved()
+        scattered = self._share.scatters and not call.delta
         try:
-            await self._in_thread(lambda: self._ranks.call(call, stall_s=stall_s))
+            await self._call(call)  # each rank ends a send that stands still
         except MeshError as error:
             self._group = None
             if scattered:  # whatever broke it, a broadcast is what worked before
                 self._share.may_scatter = False
             if error.reason not in _PASSING:
                 raise
-            logger.warning("version {} did not reach the group, its engines get a copy: {}", version, error)
+            logger.warning("version {} did not reach the group, its engines get a copy: {}", call.version, error)
             return False
         self._took = {member.engine_id for member in self._group.members}
         return True

@@ -3,9 +3,8 @@
 Where all ranks are on one host, each contributes its own rows, and pieces of a delta go to rank 0 through files in
 shared memory, from rank 0's own share directly. Else rank 0 has gathered all weights, and its share is the only one.
 
-Where deltas are on, each share lists its changes, and `DeltaRule` decides whether a version leaves as one. A delta goes
-through the hub, by whatever transport versions in full go. Between two versions a share keeps its rows of the version
-published last, the base of the next delta: on the GPU where they are small beside its memory, else in host memory.
+Where deltas are on, each share lists its changes (`deltas.base_rows`), and `DeltaRule` decides whether a version leaves
+as one. A delta goes through the hub, by whatever transport versions in full go.
 """
 
 from __future__ import annotations
@@ -24,11 +23,9 @@ import torch
 from loguru import logger
 from numpy.typing import NDArray
 
-from meshrl.versions.collective.digest import sum128
-from meshrl.versions.collective.plan import Piece
-from meshrl.versions.deltas.codec import Packed, Rows, encode, read_stream, stream_bytes, write_stream
-from meshrl.versions.deltas.digests import Lanes, edits_of, lanes_after, with_lanes
-from meshrl.versions.deltas.on_device import encode_on_device
+from meshrl.versions.deltas.base_rows import BaseRows
+from meshrl.versions.deltas.codec import joined, read_stream, write_stream
+from meshrl.versions.deltas.digests import with_lanes
 from meshrl.versions.deltas.rule import DeltaRule
 from meshrl.versions.progress import Progress
 from meshrl.versions.snapshot import Captured, HeldSnapshot, HostCopies, SideStream, Snapshot, whole_snapshot
@@ -39,9 +36,6 @@ from meshrl.wire.manifest import DEFAULT_CHUNK_BYTES, SUM128, chunks_of, delta_m
 from meshrl.wire.types import Manifest, TensorEntry, Transport, VersionKind, capabilities
 
 SLICE_BYTES = 32 * 2**20  # of one write; a multiple of the page size
-KEPT_ON_GPU_BELOW = 1 / 16
-"""Rows of the version published last stay on the GPU where they take less of its memory: training states take eight
-times as much, or more."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -110,22 +104,12 @@ class RowShare(ABC):
     def __post_init__(self) -> None:
         self.folder = self.folder.absolute()
         self._threads = ThreadPoolExecutor(self.num_threads, thread_name_prefix="version-rows")
-        self._host_copies = HostCopies()
-        self.pieces: list[Packed] = []  # of the version encoded last
-        self._rows: Rows | None = None
-        self._side = SideStream()
-        self._spare: torch.Tensor | None = None  # for the next snapshot
-        self._base: torch.Tensor | None = None  # the rows published last
-        self._base_version, self._base_lanes = -1, np.zeros((0, 2), dtype=np.uint64)
-        self._lanes: Lanes = self._base_lanes  # of the version encoded last
+        self._host_copies, self._side = HostCopies(), SideStream()
+        self.base = BaseRows(self._threads, self.progress)
 
     def release_snapshot(self) -> torch.Tensor | None:
         """Drops the last snapshot, since the training thread makes the next; returns a free buffer, if any."""
-        last, spare = self.held.drop(), self._spare
-        self._spare = None
-        if last is not None and spare is None and last.flat is not self._base:
-            spare = last.flat
-        return spare
+        return self.base.free_buffer(self.held.drop())
 
     def carry_out(self, call: Any) -> Answer:
         """Encodes or writes this rank's rows of a version, or makes them the base. Raises MeshError, OSError."""
@@ -136,9 +120,9 @@ class RowShare(ABC):
                     return self._encode(snapshot, call)
                 case WriteDelta():
                     if self.share:
-                        self.delta_path(self.share).write_bytes(write_stream(self.pieces).data)
+                        self.delta_path(self.share).write_bytes(write_stream(self.base.pieces).data)
                 case SetBase():
-                    self._set_base(snapshot, call.version)
+                    self.base.keep(snapshot, call.version)
                 case _:
                     return self._write(snapshot, call)
         return {}
@@ -159,77 +143,11 @@ class RowShare(ABC):
         return self.held.get(version, deadline_s=self.deadline_s).tensors
 
     def _encode(self, snapshot: Snapshot, call: EncodeRows) -> Answer:
-        """Makes the pieces of a delta from the base, where it is the version asked for, and the digests of the rows.
-
-        Answers the digests, and the bytes of the delta: those of the full version where this rank has no base.
-        """
-        rows = self._rows = self._rows or Rows(snapshot.tensors, snapshot.spans)
-        self.pieces = []
-        has_base = self._base is not None and call.base == self._base_version
-        if has_base and snapshot.ready is None:
-            assert self._base is not None, "there is a base"
-            old, new = self._base.numpy(), snapshot.flat.numpy()
-            pairs = encode(rows, old, new, self._threads, self.progress.moved, sparse=call.sparse)
-            self.pieces = [packed for _, packed in pairs]
-            edits = edits_of([found for found, _ in pairs], rows, old, new)
-            take = lambda at: old[rows.place(at)]  # noqa: E731  # it has one use
-            self._lanes = lanes_after(snapshot.tensors, self._base_lanes, take, edits, self._threads)
-        else:
-            self._lanes = self._digests(snapshot)
-            if has_base:
-                assert self._base is not None, "there is a base"
-                try:
-                    self.pieces = encode_on_device(rows, self._base, snapshot.flat, self._threads, sparse=call.sparse)
-                except torch.OutOfMemoryError as error:  # training needs it: a version in full needs none
-                    device, has_base = snapshot.flat.device, False
-                    logger.warning("no room on {} to make a delta, the version goes in full: {}", device, error)
-        changed = sum(piece.changed * piece.run.width for piece in self.pieces)
-        whole = sum(tensor.num_bytes for tensor in snapshot.tensors)  # which is larger than any delta that pays
-        size = stream_bytes(self.pieces) if has_base else whole
-        self.progress.moved()
+        size, changed = self.base.encode(snapshot, call.base, sparse=call.sparse)
         return {
             "bytes": {"delta": str(size), "changed": str(changed)},
-            "digests": {"lanes": self._lanes.astype("<u8").tobytes().hex()},
+            "digests": {"lanes": self.base.lanes.astype("<u8").tobytes().hex()},
         }
-
-    def _digests(self, snapshot: Snapshot) -> Lanes:
-        """(T, 2) digests of this rank's rows of each tensor, made where they are."""
-        pieces = list(snapshot.plan.pieces(snapshot.sender))
-
-        def digest(piece: Piece) -> torch.Tensor:
-            found = sum128(snapshot.flat[piece.place], piece.start // 2)
-            self.progress.moved()
-            return found
-
-        on_gpu = snapshot.ready is not None
-        found = list(map(digest, pieces)) if on_gpu else in_threads(self._threads, digest, pieces)
-        lanes = torch.zeros((len(snapshot.tensors), 2), dtype=torch.int64)
-        if pieces:
-            lanes[[piece.tensor for piece in pieces]] = torch.stack(found).cpu()
-        return lanes.numpy().view(np.uint64)
-
-    def _set_base(self, snapshot: Snapshot, version: int) -> None:
-        self.pieces = []
-        self._base_version, self._base_lanes = version, self._lanes
-        former, flat = self._base, snapshot.flat
-        if snapshot.ready is None or self._stays_on_gpu(flat):
-            self._base, self._spare = flat, former
-            return
-        if former is None:
-            former = torch.empty(flat.shape, dtype=torch.uint8, pin_memory=True)
-        former.copy_(flat)
-        self._base, self._spare = former, flat
-
-    def _stays_on_gpu(self, flat: torch.Tensor) -> bool:
-        total = torch.cuda.get_device_properties(flat.device).total_memory
-        stays = flat.numel() < KEPT_ON_GPU_BELOW * total
-        if self._base is None:
-            where = f"on {flat.device}" if stays else "in pinned host memory"
-            logger.info(
-                "the weights published last stay {}, for deltas: {:.2f} GB of this rank, {:.0f} GB on the GPU",
-                where, flat.numel() / 1e9, total / 1e9,
-            )  # fmt: skip
-        return stays
 
 
 ShareT = TypeVar("ShareT", bound=RowShare)
@@ -341,16 +259,15 @@ class RowTransport(ABC, Generic[ShareT]):
         )
 
     def _delta(self, version: int, base: Manifest) -> tuple[Manifest, NDArray[np.uint8]]:
-        pieces: list[Packed] = list(self._share.pieces)
+        parts = [self._share.base.pieces]
         if self._num_shares > 1:
             self._share.folder.mkdir(parents=True, exist_ok=True)
             self._ranks.call(WriteDelta(version=version), stall_s=self._stall_s)
             for share in range(1, self._num_shares):
                 path = self._share.delta_path(share)
-                pieces += read_stream(np.frombuffer(path.read_bytes(), dtype=np.uint8))
+                parts.append(read_stream(np.frombuffer(path.read_bytes(), dtype=np.uint8)))
                 path.unlink()
-            pieces.sort(key=lambda piece: piece.run.start)
-        payload = write_stream(pieces)
+        payload = joined(parts)
         full = self._line.manifest(version, Transport.STREAM, self._digested, digest_algorithm=SUM128)
         manifest = delta_manifest(base, full, chunks_of(payload.data, self._chunk_bytes, each=self._each))
         self._in_full = full
