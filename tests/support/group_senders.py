@@ -8,22 +8,26 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TypeVar
 
 import pytest
 import torch
 
 from meshrl.client import WeightSyncClient
-from meshrl.versions.collective.broadcasting import Sender
+from meshrl.versions.collective.broadcasting import Bytes, Sender
 from meshrl.versions.collective.communicator import open_store, reach_store
 from meshrl.versions.collective.digest import digest_bytes, sum128
 from meshrl.versions.collective.plan import PublishPlan, rows_of
+from meshrl.versions.deltas.base_rows import BaseRows
+from meshrl.versions.deltas.codec import write_stream
+from meshrl.versions.progress import Progress
 from meshrl.versions.snapshot import Snapshot, take_snapshot
 from meshrl.wire import manifest as manifests
 from meshrl.wire.errors import MeshError
-from meshrl.wire.types import CollectivePlan, JoinGroup, Manifest, Transport
+from meshrl.wire.types import ChunkEntry, CollectivePlan, JoinGroup, Manifest, Transport
 
 CPU = torch.device("cpu")
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -34,10 +38,11 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True)
 class Parcel:
-    """A version and what each sender sends of it."""
+    """A version and what each sender sends of it: `deltas`, where there are any."""
 
     manifest: Manifest
     snapshots: tuple[Snapshot, ...]
+    deltas: tuple[Bytes, ...] = ()
 
 
 class GroupSenders:
@@ -107,12 +112,17 @@ class GroupSenders:
     async def send(self, parcel: Parcel, *, senders: Sequence[int] | None = None, stall_s: float = STALL_S) -> None:
         """Broadcasts it, or only some senders' share. Raises MeshError GROUP_BROKEN."""
         chosen = range(self.plan.num_senders) if senders is None else senders
-        await asyncio.gather(*[self._send(self._senders[one], parcel.snapshots[one], stall_s) for one in chosen])
+        await asyncio.gather(*[self._send(one, parcel, stall_s) for one in chosen])
 
-    def _send(self, sender: Sender, snapshot: Snapshot, stall_s: float) -> asyncio.Future[None]:
+    def _send(self, number: int, parcel: Parcel, stall_s: float) -> asyncio.Future[None]:
+        sender, snapshot = self._senders[number], parcel.snapshots[number]
+
         def send() -> None:
             self._idle.discard(sender)
-            sender.send(snapshot, stall_s=stall_s)
+            if parcel.deltas:
+                sender.send_delta(parcel.deltas[number], snapshot.plan, stall_s=stall_s)
+            else:
+                sender.send(snapshot, stall_s=stall_s)
             self._idle.add(sender)
 
         return _on_thread(send)
@@ -158,6 +168,23 @@ class GroupSenders:
             manifest=manifest,
             snapshots=tuple(take_snapshot(plan, own, rank, self._devices[rank]) for rank, own in enumerate(shards)),
         )
+
+    def as_delta(self, parcel: Parcel, base: Parcel) -> Parcel:
+        """The same version as what it changes of `base`."""
+        deltas = []
+        with ThreadPoolExecutor(2) as threads:
+            for before, after in zip(base.snapshots, parcel.snapshots, strict=True):
+                rows = BaseRows(threads, Progress())
+                rows.keep(before, 0)
+                rows.encode(after, 0, sparse=True)
+                deltas.append(write_stream(rows.pieces))
+        offsets = accumulate(map(len, deltas), initial=0)
+        chunks = tuple(
+            ChunkEntry(offset=offset, length=len(delta), digest=manifests.digest(delta.data))
+            for offset, delta in zip(offsets, deltas, strict=False)
+        )
+        manifest = manifests.delta_manifest(base.manifest, parcel.manifest, chunks)
+        return replace(parcel, manifest=manifest, deltas=tuple(deltas))
 
     def _shards(self, state: Mapping[str, torch.Tensor], sender: int) -> dict[str, torch.Tensor]:
         shards = {}

@@ -7,12 +7,13 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
+import torch
 
 from engine_mesh import EngineClient, EngineMesh, reference
 from group_senders import GroupSenders, Parcel, flipped
 from meshrl.client import WeightSyncClient
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.types import Activation, AgentState, EngineInfo
+from meshrl.wire.types import Activation, AgentState, EngineInfo, capabilities
 from plain_checks import check_greedy
 from plain_model import logits_of, plain_state
 
@@ -69,6 +70,40 @@ async def test_after_a_broadcast_the_engine_is_the_plain_model_of_the_new_weight
             mesh.seed = seed
             assert [each.applied.root for each in activation.engines] == [parcel.manifest.result_root]
             await check_served(mesh, client, mesh.version)
+
+
+@pytest.mark.parametrize("num_senders", [1, 2])
+async def test_after_a_delta_by_broadcast_the_engine_is_the_plain_model_of_the_new_weights(
+    mesh: EngineMesh, client: EngineClient, num_senders: int
+) -> None:
+    senders = GroupSenders(num_senders=num_senders, device=mesh.kind.device)
+    async with group_of(mesh, senders) as hub:
+        (engine,) = await hub.list_engines()
+        if capabilities.BROADCAST_DELTAS not in engine.capabilities:
+            assert (mesh.kind.name, mesh.kind.device) == ("vllm", "cpu")
+            pytest.skip("vLLM packs weights on a CPU, so it takes versions in full")
+        seed = mesh.other_seed()
+        new = plain_state(seed, mesh.kind.dtype)
+        old = {name: torch.where(torch.rand(t.shape) < 0.03, t * 1.25, t) for name, t in new.items()}
+        served = senders.parcel(mesh.version + 1, old)
+        await seal(mesh, hub, served)
+        await senders.send(served)
+        await activate(mesh, hub)
+        delta = senders.as_delta(senders.parcel(mesh.version + 1, new), served)
+        assert delta.manifest.payload_bytes < served.manifest.num_bytes / 4
+        await seal(mesh, hub, delta)
+        await senders.send(delta)
+        await activate(mesh, hub)
+        mesh.seed = seed
+        await check_served(mesh, client, mesh.version)
+        of_another = senders.as_delta(senders.parcel(mesh.version + 1, old), senders.parcel(0, old))
+        await seal(mesh, hub, of_another)
+        await senders.send(of_another)
+        with pytest.raises(MeshError, match="is refused: it is for other weights than those served"):
+            await activate(mesh, hub, prepare_deadline_s=3.0)
+        await check_served(mesh, client, mesh.version - 1)
+    await mesh.publish(mesh.other_seed())
+    await check_served(mesh, client, mesh.version)
 
 
 async def test_damaged_broadcast_is_refused_and_the_old_weights_stay(mesh: EngineMesh, client: EngineClient) -> None:

@@ -337,8 +337,8 @@ class WeightBroadcastConfig(BaseConfig):
     """nccl: address at which engines reach the trainer, and the only one at which it listens for them."""
 
     deltas: Literal["auto", "off"] = "auto"
-    """auto publishes the changes since the previous version if they have less than half of the full version's bytes, and
-    with nccl if the link is not faster than the work on them. off publishes every version in full."""
+    """auto publishes the changes since the previous version if they have less than half of the full version's bytes,
+    with nccl also only if the link is slower than the work on them. off publishes every version in full."""
 
     anchor_every: int = Field(default=32, ge=1)
     """After so many deltas a version goes in full. Engines that join fetch that and one delta (stream, filesystem)."""
