@@ -6,6 +6,7 @@ from the moment at which the weights have changed to the moment at which every e
 
     python tests/benchmarks/bench_weight_sync.py                                     # a tiny shape on the CPU
     python tests/benchmarks/bench_weight_sync.py --transports stream --changed 0.02      versions as deltas
+    python tests/benchmarks/bench_weight_sync.py --shapes small --transports nccl --changed 0.01 --deltas auto,off
     python tests/benchmarks/bench_weight_sync.py --engine vllm --shapes qwen3-4b --trainer-gpus 0 --engine-gpus 1
 """
 
@@ -61,9 +62,12 @@ from meshrl.wire.types import ActivationPolicy
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPES = Path(__file__).parent / "shapes"
-PARTS = ("snapshot", "digest", "encode", "write", "group", "stage", "seal", "wire")
+PARTS = ("snapshot", "digest", "encode", "write", "group", "stage", "seal", "wire", "keep")
 STEPS = ("take_s", "group_s", "encode_s", "write_s", "stage_s", "seal_s", "prepare_s", "activate_s")
-TINY = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "vocab_size": 4096, "head_dim": 32}
+MADE = {
+    "tiny": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "vocab_size": 4096},
+    "small": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 6, "vocab_size": 32768},
+}
 
 
 # --- the trainer's ranks ---------------------------------------------------------------------------
@@ -313,16 +317,16 @@ def line_of(shape: str, transport: str, ranks: str, records: list[dict[str, floa
     wire_s = middle("prepare_s")
     share = f"{moved / wire_s / link:.2f}" if link and wire_s else "-"
     fields = [
-        shape, transport, ranks, f"{moved:.3f}", f"{middle('lag_s'):.3f}", f"{middle('pause_s') * 1e3:.1f}",
+        shape, transport, ranks, f"{moved:.4f}", f"{middle('lag_s'):.3f}", f"{middle('pause_s') * 1e3:.1f}",
         *[f"{middle(key) * 1e3:.0f}" for key in STEPS],
         f"{moved / wire_s:.1f}" if wire_s else "-", share, f"{middle('requests_kept'):.0f}",
     ]  # fmt: skip
     return markdown_row(fields)
 
 
-def tiny_shape(folder: Path) -> Path:
+def made_shape(name: str, folder: Path) -> Path:
     config = json.loads((SHAPES / "qwen3-0.6b" / "config.json").read_text())
-    config.update(TINY, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048)
+    config.update(MADE[name], head_dim=32, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048)
     config.pop("layer_types", None)
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
@@ -333,7 +337,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     split = lambda text: [part for part in text.split(",") if part]  # noqa: E731 - an argparse type
     gpus = lambda text: [visible(os.environ)[int(place)] for place in split(text)]  # noqa: E731 - the same
-    parser.add_argument("--shapes", type=split, default=["tiny"], help="folders of tests/benchmarks/shapes, or tiny")
+    parser.add_argument("--shapes", type=split, default=["tiny"], help="folders of benchmarks/shapes, tiny or small")
     parser.add_argument("--transports", type=split, default=["nccl", "filesystem", "stream"])
     parser.add_argument("--engine", choices=["embedded", "vllm"], default="embedded")
     parser.add_argument("--engine-python", default=sys.executable)
@@ -370,7 +374,7 @@ def main() -> None:
     everything: dict[str, Any] = {"link_gbps": link}
     with tempfile.TemporaryDirectory(dir="/tmp") as scratch:
         for shape in args.shapes:
-            folder = tiny_shape(Path(scratch) / "tiny") if shape == "tiny" else SHAPES / shape
+            folder = made_shape(shape, Path(scratch) / shape) if shape in MADE else SHAPES / shape
             mesh = Mesh(args, folder, Path(scratch) / f"run-{shape}")
             try:
                 for epoch, (transport, deltas) in enumerate(product(args.transports, args.deltas), 1):

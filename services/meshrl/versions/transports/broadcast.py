@@ -274,7 +274,9 @@ class BroadcastTransport:
         self._manifest: Manifest | None = None  # of the newest version
         self._in_full: Manifest | None = None  # the same as if it had left in full
         self._took: set[str] = set()  # engines that it was broadcast to
-        self._is_fast = False  # whether the last version in full came to its group faster than any delta
+        self._takes_deltas = False  # whether all of the group do
+        self._is_fast = share.backend == "nccl"  # whether a version in full reaches the group sooner than a delta
+        self._warm = 0  # generation of the group that was sent a version: with the first one NCCL sets up its channels
         self._delivered_s: float | None = None
         self._stuck: dict[str, float] = {}  # engines that are asked into no group until then
         self._misfits: set[str] = set()  # engines of another layout; each is named in the log once
@@ -322,9 +324,11 @@ class BroadcastTransport:
         whole = await self._send(SendVersion(version=version, delta=manifest is not in_full))
         ended_s = time.monotonic()
         parts_s = {"wire": ended_s - began_s}
-        if manifest is in_full and self._took:
-            self._is_fast = in_full.payload_bytes > FAST_LINK * parts_s["wire"]
-        if self._rule is not None and not self._is_fast:
+        if manifest is in_full and self._group is not None and self._took:
+            if self._share.backend == "gloo" or self._group.generation == self._warm:
+                self._is_fast = in_full.payload_bytes > FAST_LINK * parts_s["wire"]
+            self._warm = self._group.generation
+        if self._rule is not None and self._takes_deltas and not self._is_fast:
             self._rule.delivered(manifest, in_full)
             await self._call(SetBase(version=version))
             parts_s["keep"] = time.monotonic() - ended_s
@@ -346,21 +350,19 @@ class BroadcastTransport:
 
     async def _base_of(self, in_full: Manifest) -> Manifest | None:
         """The version from which a delta is wanted: the one before, where every engine of the group serves it."""
-        if self._rule is None or self._is_fast or self._group is None:
-            return None
-        base = self._rule.base_of(in_full.version, in_full.tensors)
-        if base is None or capabilities.BROADCAST_DELTAS not in self._hub:
+        rule, group, self._takes_deltas = self._rule, self._group, False
+        if rule is None or group is None or capabilities.BROADCAST_DELTAS not in self._hub:
             return None
         engines = await self._capable()
-        for member in self._group.members:
-            engine = engines.get(member.engine_id)
-            if engine is None or engine.serving_version != base.version:
-                why = f"engine {member.engine_id} does not serve version {base.version}"
-            elif capabilities.BROADCAST_DELTAS not in engine.capabilities:
-                why = f"engine {member.engine_id} takes no deltas by broadcast"
-            else:
-                continue
-            logger.info("version {} leaves in full: {}", in_full.version, why)
+        members = [engine for member in group.members if (engine := engines.get(member.engine_id)) is not None]
+        able = [engine for engine in members if capabilities.BROADCAST_DELTAS in engine.capabilities]
+        self._takes_deltas = len(able) == len(group.members)
+        base = rule.base_of(in_full.version, in_full.tensors)
+        if base is None or self._is_fast or not self._takes_deltas:
+            return None
+        if behind := [engine.engine_id for engine in able if engine.serving_version != base.version]:
+            text = "version {} leaves in full: engines {} do not serve version {}"
+            logger.info(text, in_full.version, behind, base.version)
             return None
         return base
 
