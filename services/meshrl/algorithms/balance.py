@@ -95,7 +95,7 @@ def _filled_to_the_longest(
     dp_size: int,
     seq_len: int,
 ) -> Rows | None:
-    """Rows of like cost by micro-step; None when a sample finds no room in num_rows of them."""
+    """Rows of like cost by micro-step. None when a sample finds no room in num_rows of them."""
     rows: Rows = []
     left = longest_first
     while left and num_rows - len(rows) > dp_size:

@@ -47,7 +47,7 @@ class TrainSample:
 
     @property
     def first_term(self) -> int | None:
-        """Index of the first token of a term of the objective; None when there is none."""
+        """Index of the first token of a term of the objective. None when there is none."""
         terms = (self.loss_mask, self.ce_weights, self.ref_kl_weights)
         found = [int(np.argmax(tokens != 0)) for tokens in terms if tokens is not None and tokens.any()]
         return min(found, default=None)

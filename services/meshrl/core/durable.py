@@ -76,7 +76,7 @@ def is_full(error: OSError) -> bool:
 
 
 def disk_trouble(error: BaseException) -> str | None:
-    """The sentence for an error of a full disk or of a file that may not be written; None for any other error."""
+    """The sentence for an error of a full disk or of a file that may not be written. None for any other error."""
     if not isinstance(error, OSError):
         return None
     if is_full(error):

@@ -70,7 +70,7 @@ GROUP_LOG = "MESHRL_GROUP_LOG"
 """Set for the ranks of a group: the log chosen by its agent, which rank 0 writes."""
 
 Work = Callable[[asyncio.Event], Coroutine[None, None, int]]
-"""Runs until the event is set or it is done; returns the exit code."""
+"""Runs until the event is set or it is done. Returns the exit code."""
 
 
 def run_program(

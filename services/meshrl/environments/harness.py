@@ -64,13 +64,13 @@ class Turns(Protocol):
         """The conversation's next messages, typed."""
 
     async def complete(self, messages: list[Message], tools: list[Tool]) -> AssistantMessage | RefusedCall | None:
-        """One completion; None when the rollout was stopped instead of answered."""
+        """One completion. None when the rollout was stopped instead of answered."""
 
 
 @dataclass(frozen=True)
 class HarnessHost:
     """The host's gifts to its conversations: connections, which they leave open, and a listener. `doing(trace_id,
-    what)` gets a conversation's wait besides the model, and "" when that is over. `turns(trace_id)` takes its turns;
+    what)` gets a conversation's wait besides the model, and "" when that is over. `turns(trace_id)` takes its turns.
     None if they go over HTTP. `tools` are connections to its tool servers."""
 
     http: aiohttp.ClientSession
@@ -167,7 +167,7 @@ class ChatSession(HarnessSession):  # type: ignore[misc]  # verifiers is untyped
 
     async def segment(self, messages: Messages | None) -> ProgramResult:
         """Adds the user's messages and talks to the model until it answers without calling a tool. Also succeeds when a
-        limit or stop of the rollout ended the conversation; raises HarnessError when a model call failed,
+        limit or stop of the rollout ended the conversation. Raises HarnessError when a model call failed,
         InterceptionError when the interception server cannot be reached."""
         if self._http is None:
             await self._open()

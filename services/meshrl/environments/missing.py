@@ -63,7 +63,7 @@ def module_of(taskset_id: str) -> str:
 
 
 def is_of_the_old_api(module: str) -> bool:
-    """True for a module that defines load_environment and no taskset; it is read, not imported."""
+    """True for a module that defines load_environment and no taskset. It is read, not imported."""
     try:
         found = importlib.util.find_spec(module)
     except (ImportError, ValueError):  # there is no such package, or it is no module

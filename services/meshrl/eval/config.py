@@ -34,7 +34,7 @@ class EvaluationConfig(TrialsConfig):
     }  # fmt: skip
 
     slurm: SlurmConfig | None = None
-    """Submit the evaluation as a SLURM job; None starts it here."""
+    """Submit the evaluation as a SLURM job. None starts it here."""
 
     deployment: OneNodeConfig = OneNodeConfig()
     """The node of the job."""
@@ -44,7 +44,7 @@ class EvaluationConfig(TrialsConfig):
     which must see it under the same path. None evaluates the served weights."""
 
     steps: Annotated[list[int], Field(min_length=1)] | None = None
-    """Steps whose checkpoints are evaluated; None is all that weights_dir holds."""
+    """Steps whose checkpoints are evaluated. None is all that weights_dir holds."""
 
     eval_base: bool = True
     """Before the checkpoints, evaluate the model that the engines were started with as well."""
@@ -59,7 +59,7 @@ class EvaluationConfig(TrialsConfig):
     """Folder for results, table, curve and logs. One with results of the same settings is continued."""
 
     wandb: WandbConfig | None = None
-    """Weights & Biases; None means off."""
+    """Weights & Biases. None means off."""
 
     @model_validator(mode="after")
     def _what(self) -> Self:

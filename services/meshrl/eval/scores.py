@@ -29,7 +29,7 @@ class EnvironmentScores:
     asked: int
     scored: int
     average: Estimate | None
-    """avg@k: the mean reward; None without a scored rollout."""
+    """avg@k: the mean reward. None without a scored rollout."""
     passes: Mapping[int, Estimate]
     """pass@k by k: the probability that one of k rollouts of a task passes."""
     rows: Sequence[JsonObject]

@@ -52,7 +52,7 @@ class Part:
     """Programs end stage by stage, clients first."""
 
     environ: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Variables beyond those of rl; they may hold a secret."""
+    """Variables beyond those of rl. They may hold a secret."""
 
     python: Path | None = None
     """None means the interpreter of rl."""
@@ -215,7 +215,7 @@ class _Composition:
         return with_values(orchestrator_of(section), values)
 
     def teacher_rollout(self, section: OrchestratorConfig, rollout: RolloutConfig, name: str) -> RolloutConfig | None:
-        """The rollout program in which a run's teacher plays; None if it plays nothing, or one runs already."""
+        """The rollout program in which a run's teacher plays. None if it plays nothing, or one runs already."""
         names, teacher = section.taught_environments, section.teacher
         if not names or teacher is None or teacher.rollout is not None:
             return None

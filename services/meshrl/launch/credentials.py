@@ -53,7 +53,7 @@ def with_engine_key(config: RLConfig, environ: Mapping[str, str]) -> RLConfig:
 def credentials_for(
     config: RLConfig, parts: Sequence[Part], environ: Mapping[str, str]
 ) -> Mapping[str, Mapping[str, str]]:
-    """Writes the run's tokens and its engines' key (`config` is from `with_engine_key`); returns variables by part.
+    """Writes the run's tokens and its engines' key (`config` is from `with_engine_key`). Returns variables by part.
     Raises ConfigError."""
     folder = Layout(config.output_dir).credentials
     if not config.makes_credentials(environ):

@@ -18,12 +18,12 @@ from meshrl.core.torch_environment import VISIBLE_GPUS, may_have_gpu
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """GPUs as CUDA_VISIBLE_DEVICES names them; None: all that are visible."""
+    """GPUs as CUDA_VISIBLE_DEVICES names them. None: all that are visible."""
 
     engines: tuple[tuple[str, ...] | None, ...] = ()
     trainer: tuple[str, ...] | None = None
     hosts: tuple[str, ...] = ()
-    """Where each engine listens; empty: as configured."""
+    """Where each engine listens. Empty: as configured."""
 
     def shared(self, engine: int) -> bool:
         return bool(set(self.engines[engine] or ()) & set(self.trainer or ()))
@@ -116,7 +116,7 @@ def _places(demand: GpuDemand, num_visible: int) -> tuple[Sequence[int], Sequenc
 
 
 def divide(gpus: Sequence[str] | None, count: int) -> tuple[tuple[str, ...] | None, ...]:
-    """The GPUs of each of `count` engines, which share them if they are fewer; None if none are named."""
+    """The GPUs of each of `count` engines, which share them if they are fewer. None if none are named."""
     if gpus is None:
         return (None,) * count
     if len(gpus) < count:

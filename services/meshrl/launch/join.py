@@ -23,7 +23,7 @@ _LORA = {"rank", "alpha", "dropout", "target_modules"}
 
 
 def has_sections(argv: Sequence[str]) -> bool:
-    """Whether a command line has a section of `rl`; otherwise the keys are the orchestrator's own. Raises ConfigError
+    """Whether a command line has a section of `rl`. Otherwise the keys are the orchestrator's own. Raises ConfigError
     for a file that cannot be read."""
     files = [TomlFile((), name)() for before, name in pairwise(argv) if before == "@"]
     flags = {word.removeprefix("--").partition(".")[0] for word in argv if word.startswith("--") and "." in word}

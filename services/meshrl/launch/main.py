@@ -107,7 +107,7 @@ def newest_checkpoint(output_dir: Path, *, since_s: float) -> int | None:
 
 
 def launch(config: RLConfig) -> int:
-    """Starts a run and watches over it; returns the exit code. Raises ConfigError before anything is started, and
+    """Starts a run and watches over it. Returns the exit code. Raises ConfigError before anything is started, and
     NodeLostError."""
     layout = Layout(config.output_dir)
     resumes = config.trainer.ckpt is not None and config.trainer.ckpt.resume_step is not None

@@ -354,7 +354,7 @@ class Supervisor:
         return 1 if failed else 0
 
     async def _end(self, grace_s: float, *, in_stages: bool) -> set[str]:
-        """Asks every program to end and kills what does not; returns the names of those killed."""
+        """Asks every program to end and kills what does not. Returns the names of those killed."""
         deadline = asyncio.get_running_loop().time() + grace_s
         stages = sorted({child.program.end_stage for child in self._children.values()}) if in_stages else [None]
         killed: set[str] = set()

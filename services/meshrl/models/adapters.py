@@ -52,7 +52,7 @@ class AdapterHolder(nn.Module):
     in_features: int
     out_features: int
     stacked: tuple[int, ...] = ()
-    """How many the matrices are for, as their first dimension; empty for a layer without experts."""
+    """How many the matrices are for, as their first dimension. Empty for a layer without experts."""
 
     def hold_none(self) -> None:
         """Takes the adapter away."""
@@ -122,7 +122,7 @@ class AdapterSet:
                 layer.hold_none()
 
     def open_gradient(self) -> None:
-        """Makes room for the gradient of backward passes; it stays until `drop_gradient`."""
+        """Makes room for the gradient of backward passes. It stays until `drop_gradient`."""
         if self.gradient is None:
             self.gradient = torch.zeros_like(self.flat)
             for parameter, view in zip(self._parameters, _views(self.gradient, self._shapes), strict=True):

@@ -298,7 +298,7 @@ def _block_attention(
     gather_BL: torch.Tensor,
     rule: ScoreRule,
 ) -> torch.Tensor:
-    """Causal attention of one padded block; returns (B * L, H, D). Padding comes after every real query's keys."""
+    """Causal attention of one padded block. Returns (B * L, H, D). Padding comes after every real query's keys."""
     query_BHLD, key_BKLD, value_BKLD = (in_block(tensor, gather_BL) for tensor in (query_THD, key_TKD, value_TKD))
     groups = query_BHLD.shape[1] // key_BKLD.shape[1]
     key_BKLD, value_BKLD = repeated(key_BKLD, groups), repeated(value_BKLD, groups)
@@ -308,7 +308,7 @@ def _block_attention(
 
 
 def window_mask(length: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-    """(L, L) true where a token may see another within a sliding window; None for plain causality."""
+    """(L, L) true where a token may see another within a sliding window. None for plain causality."""
     if window is None or length <= window:
         return None
     place = torch.arange(length, device=device)

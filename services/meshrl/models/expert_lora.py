@@ -115,7 +115,7 @@ def _grouped(experts: Any) -> bool:
 
 
 def expert_adapters(model: nn.Module, targets: Sequence[str]) -> dict[str, ExpertAdapter]:
-    """Prepares the parameters that `expert_parameters` finds for adapters; raises ValueError as it does."""
+    """Prepares the parameters that `expert_parameters` finds for adapters. Raises ValueError as it does."""
     adapted: dict[str, ExpertAdapter] = {}
     for name, (module, parameter) in expert_parameters(model, targets).items():
         if not hasattr(module, "adapters"):

@@ -78,7 +78,7 @@ def refusal(config: PreTrainedConfig) -> str | None:
 
 
 def attention_implementation(config: PreTrainedConfig) -> str | None:
-    """The implementation to load a model with: "eager" for capped scores, which SDPA drops; None: as transformers
+    """The implementation to load a model with: "eager" for capped scores, which SDPA drops. None: as transformers
     chooses."""
     capped = any(getattr(each, "attn_logit_softcapping", None) is not None for each in _configs(config))
     return "eager" if capped else None
@@ -107,7 +107,7 @@ def unpacked_reason(model: PreTrainedModel, max_len: int | None = None) -> str |
 
 
 def positions_grow_beyond(config: PreTrainedConfig) -> int | None:
-    """The length beyond which a sequence's rotary embeddings depend on its length; None where they never do."""
+    """The length beyond which a sequence's rotary embeddings depend on its length. None where they never do."""
     rope = getattr(config, "rope_parameters", None) or {}
     limits = []
     for each in (rope, *(value for value in rope.values() if isinstance(value, dict))):
@@ -119,7 +119,7 @@ def positions_grow_beyond(config: PreTrainedConfig) -> int | None:
 
 
 def learned_positions(model: PreTrainedModel) -> int | None:
-    """The number of positions of a model that has an embedding of each; None if positions are computed."""
+    """The number of positions of a model that has an embedding of each. None if positions are computed."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     for name, module in model.named_modules():
         learned = isinstance(module, nn.Embedding) and ("pos" in name or "wpe" in name)

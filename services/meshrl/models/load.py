@@ -145,7 +145,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def embedding_rows(config: ModelConfig) -> int | None:
-    """The number of tokens of a model, by its configuration; None without one."""
+    """The number of tokens of a model, by its configuration. None without one."""
     try:
         rows = getattr(model_shape(config).get_text_config(), "vocab_size", None)
     except ModelError:  # which whatever loads the model raises again

@@ -240,7 +240,7 @@ def _joined_experts(model: nn.Module) -> list[str]:
 
 
 def adapted_layers(model: nn.Module) -> dict[str, LoraLinear | ExpertAdapter]:
-    """The layers with an adapter of the mounted set, by name, in the model's order; empty where none is mounted."""
+    """The layers with an adapter of the mounted set, by name, in the model's order. Empty where none is mounted."""
     return {name: layer for name, layer in prepared_layers(model).items() if layer.rank}
 
 

@@ -35,7 +35,7 @@ def gather_whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def own_part(tensor: torch.Tensor) -> Part | None:
-    """This rank's part of the whole tensor: all of it if it is not sharded; None for no element."""
+    """This rank's part of the whole tensor: all of it if it is not sharded. None for no element."""
     if not isinstance(tensor, DTensor):
         return ...
     sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

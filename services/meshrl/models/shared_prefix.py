@@ -68,7 +68,7 @@ class PrefixPlan:
         prefix_samples: NDArray[np.int32] | None,
         device: torch.device,
     ) -> PrefixPlan | None:
-        """The plan of a row as a MicroBatch describes it; None without a prefix."""
+        """The plan of a row as a MicroBatch describes it. None without a prefix."""
         if prefix_tokens is None or prefix_samples is None or not prefix_tokens.any():
             return None
         offsets, spans = sample_offsets.tolist(), list[Span]()

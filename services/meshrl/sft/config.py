@@ -57,7 +57,7 @@ class TokenizerConfig(BaseConfig):
     """The tokenizer and its chat template."""
 
     name: str | None = Field(default=None, min_length=1)
-    """Tokenizer, by folder or hub name; None takes the model's. It is saved with the weights."""
+    """Tokenizer, by folder or hub name. None takes the model's. It is saved with the weights."""
 
     chat_template: str | None = None
     """Chat template in place of the tokenizer's own: a file, the text of a Jinja template, or the name of one that
@@ -131,7 +131,7 @@ class SFTConfig(TrainingConfig):
     """First rows of the data that are shown before training, with the learned text between [[ and ]]."""
 
     val: ValConfig | None = None
-    """Validation; None means none."""
+    """Validation. None means none."""
 
     optim: OptimConfig = OptimConfig(lr=1e-5)
     """The optimizer."""
@@ -140,7 +140,7 @@ class SFTConfig(TrainingConfig):
     """The processes that train together."""
 
     slurm: SlurmConfig | None = None
-    """Submit the program as a SLURM job; None starts it here."""
+    """Submit the program as a SLURM job. None starts it here."""
 
     max_steps: int = Field(default=100, ge=1)
     """Steps to train."""
@@ -161,7 +161,7 @@ class SFTConfig(TrainingConfig):
     """Check the configuration and the first rows of the data, write the resolved file to output_dir/configs and end."""
 
     wandb: WandbConfig | None = None
-    """Weights & Biases; None means off."""
+    """Weights & Biases. None means off."""
 
     @property
     def validated(self) -> DataConfig | None:

@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def submit_sft(config: SFTConfig, dry_run: bool) -> str | None:
-    """Writes a SLURM job and, unless it is a dry run, submits it; None without [slurm]. Raises ConfigError."""
+    """Writes a SLURM job and, unless it is a dry run, submits it. None without [slurm]. Raises ConfigError."""
     given = config.deployment
     if config.slurm is None:
         if given.type == "multi_node" and not is_rank(os.environ):

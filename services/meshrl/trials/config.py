@@ -34,7 +34,7 @@ class TrialEnvConfig(EnvConfig):
     """Number of tasks of this environment, from the first on. -1 takes all, None takes num_examples."""
 
     group_size: int | None = Field(default=None, ge=1, validation_alias=GROUP_SIZE_SPELLINGS)
-    """Rollouts per task; None takes group_size."""
+    """Rollouts per task. None takes group_size."""
 
 
 class TrialDeadlinesConfig(BaseConfig):
@@ -86,7 +86,7 @@ class TrialsConfig(BaseConfig):
     token, any other server through /v1/chat/completions."""
 
     inference: InferenceConfig | None = None
-    """The engine to start, and to end afterwards; None starts none, and the servers of client.base_url run already."""
+    """The engine to start, and to end afterwards. None starts none, and the servers of client.base_url run already."""
 
     max_concurrent: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Most rollouts at once. auto is the capacity that the servers report, and 256 if they report none."""
@@ -98,10 +98,10 @@ class TrialsConfig(BaseConfig):
     """Longest sequence in tokens. None takes the engine's limit."""
 
     max_turns: int | None = Field(default=None, ge=1)
-    """Most model calls of one agent in one rollout; None sets no limit."""
+    """Most model calls of one agent in one rollout. None sets no limit."""
 
     tokenizer: str | None = None
-    """Tokenizer to render prompts with; None takes model.name."""
+    """Tokenizer to render prompts with. None takes model.name."""
 
     renderer: dict[str, Any] = Field(default={})
     """Renderer of chat messages, as rollout.renderer: {name = "auto"}, "default" or one of the renderers package."""
@@ -169,7 +169,7 @@ class TrialsConfig(BaseConfig):
         return tuple(url.rstrip("/").removesuffix("/v1") for url in self.client.base_url)
 
     def engine_config(self, free_port: Callable[[str], int]) -> InferenceConfig | None:
-        """The engine to start, completed from these keys; None starts none. `free_port` gives a port of a host."""
+        """The engine to start, completed from these keys. None starts none. `free_port` gives a port of a host."""
         given = self.inference
         if given is None:
             return None

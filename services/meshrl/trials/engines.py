@@ -38,7 +38,7 @@ class ServerFacts:
 
 class PolicyEndpoints:
     """The servers of one command, asked over `http`. `urls` are without a trailing /v1. `started`: this command starts
-    them, with the base `model`. `seq_len` is the longest sequence in tokens; None takes the engines' limit."""
+    them, with the base `model`. `seq_len` is the longest sequence in tokens. None takes the engines' limit."""
 
     def __init__(
         self,
@@ -60,10 +60,10 @@ class PolicyEndpoints:
         self._http = http
         self._serves_base = started
         self.version: int | None = None
-        """The version loaded last; None before, when any may answer."""
+        """The version loaded last. None before, when any may answer."""
 
     async def wait_until_ready(self) -> ServerFacts:
-        """Waits until every server answers; returns what they are. Raises RunError for one that does not answer."""
+        """Waits until every server answers. Returns what they are. Raises RunError for one that does not answer."""
         deadlines, client = self._deadlines, self._client
         until_s = time.monotonic() + (deadlines.engine_startup_s if self._started else deadlines.startup_s)
         said = [await self._version_of(url, until_s) for url in self._urls]
@@ -82,7 +82,7 @@ class PolicyEndpoints:
         return ServerFacts(urls=self._urls, api=api, seq_len=min(held, self._seq_len or held))
 
     async def load(self, folder: Path | None, version: int, *, what: str) -> None:
-        """Has every engine serve the weights in `folder`, an absolute path, as `version`; None is the base model.
+        """Has every engine serve the weights in `folder`, an absolute path, as `version`. None is the base model.
         Raises RunError when one cannot."""
         if folder is None and self._serves_base:
             return

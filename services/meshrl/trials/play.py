@@ -51,7 +51,7 @@ class TrialRun:
 
     async def play(self, checkpoint: str, version: int | None, on_end: OnEnd) -> None:
         """Plays the trials of one checkpoint that are not done; `on_end` gets each with its outcome, from this event
-        loop. `version` must have sampled every token; None takes any. Raises RunError when nothing works any more, and
+        loop. `version` must have sampled every token. None takes any. Raises RunError when nothing works any more, and
         errors of `on_end`; running trials are then cancelled."""
         trials = self._missing(checkpoint)
         missing = Counter(trial.environment for trial in trials)

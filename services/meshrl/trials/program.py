@@ -59,7 +59,7 @@ async def serve_trials(
     *,
     conversations: bool = False,
 ) -> int:
-    """Opens `results`, starts the players, does the work; returns the exit code, 1 also after a stop. `conversations`
+    """Opens `results`, starts the players, does the work. Returns the exit code, 1 also after a stop. `conversations`
     asks for the messages of every rollout. Raises ConfigError."""
     with results, FreePorts() as ports:
         engine = config.engine_config(ports)

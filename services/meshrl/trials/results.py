@@ -18,7 +18,7 @@ from meshrl.wire.values import JsonObject
 
 RESULTS, FAILURES, SETTINGS = "results.jsonl", "failures.jsonl", "settings.json"
 LONG_FIELDS = ("completion", "conversations")
-"""Fields of a row for readers of the file alone; they are not kept in memory."""
+"""Fields of a row for readers of the file alone. They are not kept in memory."""
 
 
 class TrialResults:
@@ -59,7 +59,7 @@ class TrialResults:
         self._open.close()
 
     def record(self, checkpoint: str, trial: Trial, group: RolloutGroup) -> list[JsonObject]:
-        """Writes the outcome of a trial; returns its rows, none for a failure. Raises OSError."""
+        """Writes the outcome of a trial. Returns its rows, none for a failure. Raises OSError."""
         rows = [_row(checkpoint, trial, rollout, len(group.rollouts)) for rollout in group.rollouts]
         if not rows:
             place = {"checkpoint": checkpoint, "environment": trial.environment, "task": trial.task}

@@ -37,16 +37,16 @@ class WeightsConfig(BaseConfig):
     the engines that name it in weight_broadcast.relays. None is the hub itself."""
 
     connections: int = Field(default=48, ge=1, le=128)
-    """Most connections over which a relay fetches; it opens them while the rate grows."""
+    """Most connections over which a relay fetches. It opens them while the rate grows."""
 
     max_mbps: float = Field(default=0.0, ge=0.0)
-    """Most megabits per second that a relay fetches on average; 0 is no limit."""
+    """Most megabits per second that a relay fetches on average. 0 is no limit."""
 
     stall_s: float = Field(default=120.0, gt=0.0)
     """Seconds without a byte after which a relay gives a fetch up."""
 
     spool_dir: Path | None = None
-    """Folder for the durable log and streamed bytes; None means output_dir/weight_hub."""
+    """Folder for the durable log and streamed bytes. None means output_dir/weight_hub."""
 
     lease_s: float = Field(default=10.0, ge=0.2)
     """Seconds without a heartbeat after which an engine is dropped from the pool; agents beat at a third of it."""

@@ -136,7 +136,7 @@ class Hub:
             task.add_done_callback(self._ended)
 
     async def drain(self, deadline_s: float | None) -> None:
-        """Takes no more uploads, activations and engines; returns once no commit is under way, or at the deadline."""
+        """Takes no more uploads, activations and engines. Returns once no commit is under way, or at the deadline."""
         self._leaving = True
         with suppress(TimeoutError):
             async with asyncio.timeout(deadline_s):
@@ -326,7 +326,7 @@ class Hub:
         return "; ".join(name + refusals.get(name, "") for name in self._without(record))
 
     async def sleep_engines(self, engine_pool: str, deadline_s: float) -> SleepOutcome:
-        """Has engines sleep until there is work; waits for their answers, for at most `deadline_s`."""
+        """Has engines sleep until there is work. Waits for their answers, for at most `deadline_s`."""
         began_s = self._now()
         asked, actions = self.coordinator.sleep(engine_pool)
         with suppress(TimeoutError):
@@ -499,7 +499,7 @@ class ActionQueue:
 
 
 def refuse(future: asyncio.Future[_T], error: MeshError) -> None:
-    """Ends a future that is not done with an error; it need not be awaited."""
+    """Ends a future that is not done with an error. It need not be awaited."""
     if not future.done():
         future.set_exception(error)
         future.exception()  # whoever waits still gets it; the ticker does not wait

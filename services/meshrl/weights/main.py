@@ -61,7 +61,7 @@ def build_hub(config: WeightsConfig, tracer: trace.Tracer | None = None) -> Hub:
 
 
 async def serve(config: WeightsConfig, stop: asyncio.Event, tracer: trace.Tracer) -> int:
-    """Runs the hub until `stop` is set or its log fails; returns the exit code."""
+    """Runs the hub until `stop` is set or its log fails. Returns the exit code."""
     api_key = read_secret(
         "weights.engine_api_key", None, file=config.engine_api_key_file, variable=config.engine_api_key_var,
         environ=os.environ,
@@ -114,7 +114,7 @@ async def serve(config: WeightsConfig, stop: asyncio.Event, tracer: trace.Tracer
 
 
 async def serve_relay(config: WeightsConfig, upstream: str, stop: asyncio.Event, tracer: trace.Tracer) -> int:
-    """Runs a relay of the hub at `upstream` until `stop` is set; returns the exit code."""
+    """Runs a relay of the hub at `upstream` until `stop` is set. Returns the exit code."""
     limits = LinkLimits(connections=config.connections, mbps=config.max_mbps, stall_s=config.stall_s)
     async with WeightSyncClient(upstream) as client:
         relay = Relay(

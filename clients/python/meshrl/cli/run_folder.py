@@ -55,7 +55,7 @@ class RunFolder:
     path: Path
 
     def config(self, program: str) -> JsonObject:
-        """The resolved configuration of one program; empty when the folder has none that can be read."""
+        """The resolved configuration of one program. Empty when the folder has none that can be read."""
         path = self.path / "configs" / f"{program}.toml"
         try:
             found = path.stat()
@@ -80,7 +80,7 @@ class RunFolder:
         return (local_address(server["host"], server["port"]),) if isinstance(server, dict) else ()
 
     def credentials(self) -> Credentials | None:
-        """The operator's credentials for the run's services; None if the environment has some, or the folder has
+        """The operator's credentials for the run's services. None if the environment has some, or the folder has
         none."""
         from meshrl.client.credentials import PREFIX, CredentialFiles, credentials_of  # gRPC takes 0.1 s to import
 
@@ -148,7 +148,7 @@ class RunFolder:
         return history
 
     def outcome(self, history: MetricsHistory | None = None, price: float | None = None) -> RunOutcome | None:
-        """The run's outcome and cost; None without a step. `price` is of one device for an hour, by default the
+        """The run's outcome and cost. None without a step. `price` is of one device for an hour, by default the
         configuration's."""
         history = history or self.history()
         engine = self.config("inference")

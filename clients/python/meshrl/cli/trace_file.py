@@ -17,7 +17,7 @@ from meshrl.wire.values import JsonObject
 PATTERNS = ("*.jsonl", "*.jsonl.zst")
 _FRAME = b"\x28\xb5\x2f\xfd"
 _FIRST_BYTES = 4096
-"""Bytes in which the end of a frame is looked for first; those behind it are copied."""
+"""Bytes in which the end of a frame is looked for first. Those behind it are copied."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,14 +39,14 @@ class Credentials(Protocol):
         """Whether traffic is encrypted and authenticated."""
 
     def open_channel(self, address: str, arguments: ChannelArguments, server: str = "") -> grpc.aio.Channel:
-        """A channel that connects with its first call. `server` is the role of the server's certificate; empty takes
+        """A channel that connects with its first call. `server` is the role of the server's certificate. Empty takes
         any name that fits the address."""
 
     def open_blocking_channel(self, address: str, arguments: ChannelArguments, server: str = "") -> grpc.Channel:
         """For code without an event loop, which closes it soon: no new certificate is looked for."""
 
     def add_port(self, server: grpc.aio.Server, address: str) -> int:
-        """Has a server that is not started listen at `address`; returns the port. Raises RuntimeError as grpc does."""
+        """Has a server that is not started listen at `address`. Returns the port. Raises RuntimeError as grpc does."""
 
     def metadata(self) -> Metadata:
         """The metadata that identifies the caller of each call."""
@@ -213,7 +213,7 @@ class FileCredentials:
         return [path for path in (self.files.ca, self.files.key, self.files.cert) if path is not None]
 
     def _name_of(self, server: str) -> str:
-        """The present name of the certificate of a server of this role; empty for that of its host."""
+        """The present name of the certificate of a server of this role. Empty for that of its host."""
         if not server or self._by_host:
             return ""
         return server_name(server, 0 if self._revocations is None else self._revocations.read().num_revoked(server))

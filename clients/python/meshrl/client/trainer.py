@@ -69,7 +69,7 @@ class TrainerClient(ServiceClient):
         return int(response.step), str(response.path)
 
     async def create_run(self, run_id: str, spec: RunSpec | None = None) -> RunInfo:
-        """Adds a run to the trainer; None trains it as the trainer's own run."""
+        """Adds a run to the trainer. None trains it as the trainer's own run."""
         request = pb.CreateRunRequest(request_id=str(uuid.uuid4()), run_id=run_id)
         if spec is not None:
             request.spec.CopyFrom(convert.to_proto(spec))
@@ -103,7 +103,7 @@ class TrainerClient(ServiceClient):
         await self._unary(self._stub.DeleteRun, "DeleteRun", request)
 
     async def drain(self, deadline_s: float | None = None) -> int:
-        """Has the trainer finish its queue and end; returns the last step that finished."""
+        """Has the trainer finish its queue and end. Returns the last step that finished."""
         limit_s = self.options.checkpoint_deadline_s if deadline_s is None else deadline_s
         response = await self._unary(self._stub.Drain, "Drain", pb.DrainRequest(), limit_s)
         return int(response.step)

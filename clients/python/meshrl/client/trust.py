@@ -79,7 +79,7 @@ class Scope:
     """Hosts, and networks of hosts, that a certificate may name, in canonical form."""
 
     runs: tuple[str, ...] = ()
-    """Patterns of the runs that its bearer, and members that came by it, may name, such as `team-a-*`; empty: all."""
+    """Patterns of the runs that its bearer, and members that came by it, may name, such as `team-a-*`. Empty: all."""
 
     max_runs: int | None = None
     """Most runs that they may have in a trainer at once."""

@@ -103,7 +103,7 @@ class WeightSyncClient(ServiceClient):
             self.server_role = "relay"
         super().__init__(address, options, tracer=tracer)
         self.capabilities: frozenset[str] | None = None
-        """Of the hub, once it has answered a first call; those of 1.0 have none."""
+        """Of the hub, once it has answered a first call. Those of 1.0 have none."""
         self._stub = weights_pb2_grpc.WeightSyncStub(self._channel)  # type: ignore[no-untyped-call]  # generated
         self._create_version = self._channel.stream_unary(
             frames.CREATE_VERSION,
@@ -180,7 +180,7 @@ class WeightSyncClient(ServiceClient):
         traceparent: str = "",
         deadline_s: float | None = None,
     ) -> VersionInfo:
-        """Declares a staged version complete; raises CHUNKS_MISSING or DIGEST_MISMATCH when it is not. The hub may have
+        """Declares a staged version complete. Raises CHUNKS_MISSING or DIGEST_MISMATCH when it is not. The hub may have
         to hash all of it within `deadline_s`; a repeated call joins the first."""
         request = pb.SealVersionRequest(
             request_id=str(uuid.uuid4()),
@@ -311,7 +311,7 @@ class WeightSyncClient(ServiceClient):
                 yield frames.parse_fetch(message)
 
     async def get_compiled(self, key: str) -> bytes:
-        """The archive of what an engine of the key compiled; empty where none is kept. Raises DIGEST_MISMATCH."""
+        """The archive of what an engine of the key compiled. Empty where none is kept. Raises DIGEST_MISMATCH."""
         response = await self._unary(self._stub.GetCompiled, "GetCompiled", pb.GetCompiledRequest(key=key))
         if response.digest and digest(response.archive) != response.digest:
             raise MeshError(Reason.DIGEST_MISMATCH, "the archive of what was compiled was damaged on its way")

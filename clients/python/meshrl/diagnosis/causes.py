@@ -62,7 +62,7 @@ class Observed:
         return () if column is None else column.values
 
     def now(self, name: str) -> list[float]:
-        """A metric in the last RECENT steps; empty where fewer have it, or where the newest lacks it."""
+        """A metric in the last RECENT steps. Empty where fewer have it, or where the newest lacks it."""
         column, steps = self.columns.get(name), self.columns.get("time/step")
         if column is None or len(column.steps) < RECENT:
             return []

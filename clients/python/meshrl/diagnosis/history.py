@@ -38,7 +38,7 @@ class RunSeries:
     """A column for each metric of a run's records, which are taken one by one."""
 
     def __init__(self, most: int | None = None) -> None:
-        """`most`: points that are kept of each metric, the newest; None keeps all."""
+        """`most`: points that are kept of each metric, the newest. None keeps all."""
         self._most = most
         self.columns: dict[str, Column] = {}
 
@@ -75,7 +75,7 @@ class MetricsHistory:
         return sorted(self.series.columns)
 
     def read_on(self) -> bool:
-        """Reads whole lines that are new; returns whether there were any. A file that shrank is read anew."""
+        """Reads whole lines that are new. Returns whether there were any. A file that shrank is read anew."""
         if self._file.shrank():
             self.series, self.last = RunSeries(), None
         before = self._file.offset

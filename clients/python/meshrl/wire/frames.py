@@ -114,7 +114,7 @@ def _frame(tag: int, chunk: Chunk) -> bytes:
 
 
 def _parse(tag: int, message: bytes) -> Chunk | None:
-    """Reads the one layout that `_frame` writes for a chunk with data; None leaves it to protobuf."""
+    """Reads the one layout that `_frame` writes for a chunk with data. None leaves it to protobuf."""
     try:
         if message[0] != tag:
             return None

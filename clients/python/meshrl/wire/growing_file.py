@@ -26,7 +26,7 @@ class GrowingFile:
         """The byte after the last line that was read."""
 
     def shrank(self) -> bool:
-        """Whether it was begun anew; it is then read from its beginning."""
+        """Whether it was begun anew. It is then read from its beginning."""
         try:
             return self.path.stat().st_size < self.offset
         except FileNotFoundError:

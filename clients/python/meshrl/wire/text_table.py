@@ -7,7 +7,7 @@ from itertools import zip_longest
 
 
 def plain_table(rows: Iterable[Sequence[object]], *, right: Collection[int] = (), indent: str = "") -> str:
-    """Rows as lines of columns, two blanks apart; None is a dash. A row may end before others. Columns in `right` are
+    """Rows as lines of columns, two blanks apart. None is a dash. A row may end before others. Columns in `right` are
     aligned at their right edge."""
     return "\n".join(indent + "  ".join(cells).rstrip() for cells in _aligned(rows, right))
 

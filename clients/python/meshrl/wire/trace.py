@@ -48,7 +48,7 @@ def trace_id_of(traceparent: str) -> str:
 
 
 def context_from(traceparent: str) -> context.Context | None:
-    """A context whose current span is the remote one, to start children in; None without a remote."""
+    """A context whose current span is the remote one, to start children in. None without a remote."""
     return _W3C.extract({TRACEPARENT: traceparent}) or None
 
 

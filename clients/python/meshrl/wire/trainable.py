@@ -55,7 +55,7 @@ def bytes_per_token(shape: RoutedShape) -> int:
 
 
 def routes_problem(routes: Routes | None, shape: RoutedShape) -> str | None:
-    """What routes of experts must be for a model of this shape; None where they are."""
+    """What routes of experts must be for a model of this shape. None where they are."""
     if routes is None:
         return None
     if routes.shape[1:] != (shape.layers, shape.per_token):
@@ -69,7 +69,7 @@ def rollout_problems(
     rollout: Rollout, *, vocab_size: int | None, newest_version: int | None = None, routed: RoutedShape | None = None
 ) -> tuple[tuple[str, str], ...]:
     """(field, what it must be) for everything that keeps a trainer from taking a finished rollout. `newest_version` is
-    the newest that exists, `routed` the trainer's routes; None checks neither."""
+    the newest that exists, `routed` the trainer's routes. None checks neither."""
     found: list[tuple[str, str]] = []
     for index, sample in enumerate(rollout.samples):
         field = f"samples[{index}]"

@@ -53,7 +53,7 @@ def streams_towards(rollouts: Sequence[Rollout], scores: Scores, *, weight: floa
 
 
 def towards(sample: Sample, scores: TokenScores | None, *, weight: float) -> SampleStreams:
-    """The ref_kl stream of the sampled tokens with a score; None without scores. Raises ValueError for a sample of
+    """The ref_kl stream of the sampled tokens with a score. None without scores. Raises ValueError for a sample of
     another temperature than 1, at which scores are given."""
     if scores is None:
         return SampleStreams()

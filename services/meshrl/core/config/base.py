@@ -39,14 +39,14 @@ class BaseConfig(BaseModel):
     )
 
     everyday_keys: ClassVar[Mapping[str, Sequence[str]]] = {}
-    """Titles of groups and their dotted keys for --help; empty where it shows every key."""
+    """Titles of groups and their dotted keys for --help. Empty where it shows every key."""
 
     _notes: tuple[str, ...] = PrivateAttr(default=())
 
     _origin_of: Callable[[Path], str | None] | None = PrivateAttr(default=None)
 
     def origin_of(self, path: Path) -> str | None:
-        """The flag, variable, or file and line that gave a key; None for a configuration made otherwise."""
+        """The flag, variable, or file and line that gave a key. None for a configuration made otherwise."""
         return None if self._origin_of is None else self._origin_of(path)
 
     @property

@@ -41,7 +41,7 @@ class Layer:
         return value == {} or (value == [] and part.isdecimal())
 
     def taken(self, path: Path, value: object) -> Path | None:
-        """The place at which the layer sets the key, a section above or a key below it; None where it is free."""
+        """The place at which the layer sets the key, a section above or a key below it. None where it is free."""
         if path in self.given:
             return path
         return next(
@@ -65,7 +65,7 @@ class Layer:
         return {place[len(path) :]: given for place, given in self.given.items() if _starts(place, path)}
 
     def origin_of(self, path: Path) -> str | None:
-        """The origin of what is given at a key, below it or else above it; None for nothing."""
+        """The origin of what is given at a key, below it or else above it. None for nothing."""
         below = (origin for place, (_, origin) in self.given.items() if _starts(place, path))
         above = (origin for place, (value, origin) in self.given.items() if _starts(path, place) and value != {})
         return next(chain(below, above), None)

@@ -38,7 +38,7 @@ class Kind:
     value: Kind | None = None
 
     def step(self, part: str) -> tuple[str, Kind] | None:
-        """The key or place named by `part` below this one, with its kind; None when there is none."""
+        """The key or place named by `part` below this one, with its kind. None when there is none."""
         if self.section is not None:
             return _keys_of(self.section).get(part.replace("-", "_"))
         if self.item is not None:

@@ -110,7 +110,7 @@ class LogConfig(BaseConfig):
 
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
     """Port at which each program serves metrics to Prometheus, at /metrics. 0 takes a free port, which
-    metrics_targets/PROGRAM.json names; None serves none."""
+    metrics_targets/PROGRAM.json names. None serves none."""
 
     metrics_host: str = "127.0.0.1"
     """Address to serve them at. Anyone who reaches it can read them."""
@@ -154,7 +154,7 @@ class LogExtrasConfig(BaseConfig):
     """Log them every so many steps."""
 
     sample_ratio: float | None = Field(default=None, gt=0.0, le=1.0)
-    """Share of a step's rollouts in the table; None takes a few."""
+    """Share of a step's rollouts in the table. None takes a few."""
 
     def rows_of(self, samples: int) -> int:
         return FEW_SAMPLES if self.sample_ratio is None else max(1, round(self.sample_ratio * samples))
@@ -167,7 +167,7 @@ class WandbConfig(BaseConfig):
     """Project of the run."""
 
     name: str | None = None
-    """Name of the run; None lets Weights & Biases make one up."""
+    """Name of the run. None lets Weights & Biases make one up."""
 
     group: str | None = None
     """Group of the run."""
@@ -179,14 +179,14 @@ class WandbConfig(BaseConfig):
     """Log to disk only; WANDB_MODE of the environment comes first."""
 
     log_extras: LogExtrasConfig | None = LogExtrasConfig()
-    """Sample tables and distributions; None means metrics only."""
+    """Sample tables and distributions. None means metrics only."""
 
 
 class PrimeMonitorConfig(BaseConfig):
     """The Prime Intellect platform: shows the run's metrics, samples and distributions on its dashboard."""
 
     run_name: str | None = None
-    """Name of the run there; None takes that of wandb, or lets the platform make one up."""
+    """Name of the run there. None takes that of wandb, or lets the platform make one up."""
 
     api_key_var: str = "PRIME_API_KEY"
     """Environment variable with the key; where it is not set, the one that `prime login` has stored."""
@@ -198,12 +198,12 @@ class PrimeMonitorConfig(BaseConfig):
     """Address of the platform's API."""
 
     log_extras: LogExtrasConfig | None = LogExtrasConfig()
-    """Samples and distributions; None means metrics only."""
+    """Samples and distributions. None means metrics only."""
 
 
 def log_extras_of(shown: WandbConfig | PrimeMonitorConfig | None, log: LogConfig) -> LogExtrasConfig | None:
     """Samples and distributions that a run logs: by W&B's or the platform's section, else the defaults for TensorBoard
-    and Trackio; None for none."""
+    and Trackio. None for none."""
     if shown is not None:
         return shown.log_extras
     return LogExtrasConfig() if log.tensorboard or log.trackio else None
@@ -216,7 +216,7 @@ class SamplingConfig(BaseConfig):
     """How to sample tokens; a value left at None takes the next default (the environment's, then the engine's)."""
 
     temperature: float | None = Field(default=None, ge=0.0)
-    """Logits are divided by this before sampling; 0 is greedy."""
+    """Logits are divided by this before sampling. 0 is greedy."""
 
     top_p: float | None = Field(default=None, gt=0.0, le=1.0)
     """Sample from the smallest set of tokens that holds this probability."""
@@ -231,7 +231,7 @@ class SamplingConfig(BaseConfig):
     """Most tokens of one completion."""
 
     seed: int | None = None
-    """Seed of sampling; None draws one."""
+    """Seed of sampling. None draws one."""
 
     def to_wire(self) -> Sampling:
         return Sampling(**dict(self))
@@ -254,8 +254,8 @@ class StageDeadlinesConfig(BaseConfig):
     """The whole rollout."""
 
     blocked_s: float = Field(default=30.0, gt=0.0)
-    """How long the environment's code may block the event loop of a worker of its own before that worker is replaced;
-    for shared workers see rollout.blocked_s."""
+    """How long the environment's code may block the event loop of a worker of its own before that worker is replaced.
+    For shared workers see rollout.blocked_s."""
 
 
 class EnvConfig(BaseConfig):
@@ -266,7 +266,7 @@ class EnvConfig(BaseConfig):
     stood, unless the taskset has a method task_at(index)."""
 
     name: str | None = Field(default=None, min_length=1)
-    """Name in metrics and requests; None means the id."""
+    """Name in metrics and requests. None means the id."""
 
     args: dict[str, Any] = Field(default_factory=dict)
     """Options of the taskset."""
@@ -278,7 +278,7 @@ class EnvConfig(BaseConfig):
     """Sampling in this environment; a value left at None takes the program's."""
 
     workers: int | None = Field(default=None, ge=1)
-    """Worker processes of the rollout program that play this environment alone; None uses the shared ones."""
+    """Worker processes of the rollout program that play this environment alone. None uses the shared ones."""
 
     isolated: bool = False
     """Play it in workers of its own: `workers`, by default one. An environment that ends or blocks a shared worker gets
@@ -352,7 +352,7 @@ class WeightBroadcastConfig(BaseConfig):
     fewer where more bring nothing."""
 
     max_mbps: float = Field(default=0.0, ge=0.0)
-    """stream: most megabits per second that an engine fetches, or a trainer sends, on average; 0 is no limit."""
+    """stream: most megabits per second that an engine fetches, or a trainer sends, on average. 0 is no limit."""
 
     stall_s: float = Field(default=120.0, gt=0.0)
     """stream: seconds without a byte after which a fetch or an upload is abandoned; until then it survives breaks of

@@ -50,7 +50,7 @@ class Spellings:
         return path, kind
 
     def meant(self, path: Path) -> Kind | None:
-        """What a key in another's spelling accepts, any value where it has no successor; None for other keys."""
+        """What a key in another's spelling accepts, any value where it has no successor. None for other keys."""
         return None
 
     def apply(self, layer: Layer) -> tuple[list[str], list[str]]:

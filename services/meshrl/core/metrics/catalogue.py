@@ -77,7 +77,7 @@ class Catalogue:
         return next((metric for pattern, _, metric in self._patterns if pattern.fullmatch(name)), None)
 
     def parts(self, name: str) -> tuple[Metric, dict[str, str]] | None:
-        """A name's declaration, its placeholders' values, and its statistic; None without a declaration."""
+        """A name's declaration, its placeholders' values, and its statistic. None without a declaration."""
         if (metric := self._exact.get(name)) is not None:
             statistic = name.removeprefix(metric.name).removeprefix("/")
             return metric, {"statistic": statistic} if statistic else {}

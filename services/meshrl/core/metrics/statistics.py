@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 
 def distribution(name: str, values: Iterable[float], statistics: str) -> dict[str, float]:
-    """`{name}/{statistic}` for each asked statistic (mean, std, max, min) of the finite values; empty without."""
+    """`{name}/{statistic}` for each asked statistic (mean, std, max, min) of the finite values. Empty without."""
     finite = np.array([value for value in values if np.isfinite(value)], dtype=np.float64)
     if finite.size == 0:
         return {}

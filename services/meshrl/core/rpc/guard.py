@@ -45,7 +45,7 @@ class Caller:
 
 
 CALLER: ContextVar[Caller | None] = ContextVar("CALLER", default=None)
-"""Who has made the call that is being served; None where everybody is let in."""
+"""Who has made the call that is being served. None where everybody is let in."""
 
 
 class Guard:
@@ -79,7 +79,7 @@ class Guard:
         return caller
 
     def why_not(self, caller: Caller, *, standing: bool = False) -> MeshError | None:
-        """Why a caller does not count, or no longer does; None when it does. Only a revocation ends a `standing` call,
+        """Why a caller does not count, or no longer does. None when it does. Only a revocation ends a `standing` call,
         whose caller may have renewed its credential meanwhile."""
         trust, now_s = self._now(known=True), time.time()
         if caller.token is not None:
@@ -97,7 +97,7 @@ class Guard:
         return MeshError(Reason.UNAUTHENTICATED, f"{what} {problem}; {remedy}")
 
     def _now(self, *, known: bool) -> Trust:
-        """The trust file; for a token that it did not know a moment ago, it is read again sooner."""
+        """The trust file. For a token that it did not know a moment ago, it is read again sooner."""
         age_s = time.monotonic() - self._read_at_s
         if self._file is not None and age_s > (FRESH_S if known else UNKNOWN_FRESH_S):
             try:

@@ -28,7 +28,7 @@ from meshrl.wire.validate import check
 # Spans of calls under these prefixes would say nothing: they last as long as their caller, or are made every second.
 _UNTRACED = ("Watch", "Session", "Attach", "Get", "List")
 _OVER = (grpc.aio.AbortError, grpc.aio.InternalError)
-"""The servicer has answered already; nothing can be sent, since the caller has left. gRPC itself deals with both."""
+"""The servicer has answered already. Nothing can be sent, since the caller has left. gRPC itself deals with both."""
 _PUSHBACK_KEY = "grpc-retry-pushback-ms"
 _STOP_UPLOAD_S = 5.0
 
@@ -118,7 +118,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
         return await self._in_flight.idle_within(deadline_s)
 
     async def cut_off(self, why: str, deadline_s: float) -> None:
-        """Ends the calls in service with a reason for their callers; waits until it has been sent."""
+        """Ends the calls in service with a reason for their callers. Waits until it has been sent."""
         self._cut_off_why = why
         for task in self._tasks:
             task.cancel()

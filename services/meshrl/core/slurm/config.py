@@ -23,10 +23,10 @@ class SlurmConfig(BaseConfig):
     """Name of the job."""
 
     partition: str | None = Field(default=None, pattern=_LINE)
-    """Partition of the job; None takes the cluster's default."""
+    """Partition of the job. None takes the cluster's default."""
 
     account: str | None = Field(default=None, pattern=_LINE)
-    """Account that is charged; None takes yours."""
+    """Account that is charged. None takes yours."""
 
     time: str | None = Field(default=None, pattern=_TIME)
     """Time limit, as SLURM writes it: minutes, HH:MM:SS or D-HH:MM:SS. None takes the partition's."""
@@ -38,7 +38,7 @@ class SlurmConfig(BaseConfig):
     """Nodes that the job must not have."""
 
     template_path: Path | None = None
-    """A batch script of your own as a Jinja2 template; None takes the one that comes with the program."""
+    """A batch script of your own as a Jinja2 template. None takes the one that comes with the program."""
 
     pre_run_command: str | None = Field(default=None, min_length=1)
     """Shell command that is run once on each node before the program is started."""
@@ -50,7 +50,7 @@ class SlurmConfig(BaseConfig):
     """Further options of sbatch, each as on its command line: --qos=high, --cpus-per-task=16."""
 
     python: Path | None = None
-    """Interpreter on the nodes, with meshrl installed; None means the path of the one that submits."""
+    """Interpreter on the nodes, with meshrl installed. None means the path of the one that submits."""
 
     max_requeues: int = Field(default=5, ge=0)
     """How many times a job requeues itself: because a node went away, or by requeue_at_limit."""

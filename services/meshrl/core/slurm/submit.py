@@ -36,7 +36,7 @@ class BatchJob:
     gpus_per_node: int = 0
     values: Mapping[str, object] = field(default_factory=dict)
     environ: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """For sbatch, which hands it on to the job; it may hold a secret, which no file does."""
+    """For sbatch, which hands it on to the job. It may hold a secret, which no file does."""
 
 
 def script_of(job: BatchJob, slurm: SlurmConfig) -> str:

@@ -104,7 +104,7 @@ def _longest_reply(values: ReadTable) -> object:
 
 
 def at(values: object, *names: str) -> object:
-    """The value at a path of tables; None for none."""
+    """The value at a path of tables. None for none."""
     for name in names:
         values = values.get(name) if isinstance(values, Mapping) else None
     return values

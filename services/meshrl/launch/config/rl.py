@@ -108,10 +108,10 @@ class RLConfig(BaseConfig):
     """Certificates and tokens, for every program; on one host rl makes tokens by default."""
 
     wandb: Annotated[WandbConfig | None, HandedTo(("orchestrator.wandb", "runs.*.wandb"), even_none=True)] = None
-    """Weights & Biases: one run for all programs, and one for each of `runs`; None means off."""
+    """Weights & Biases: one run for all programs, and one for each of `runs`. None means off."""
 
     ckpt: Annotated[CheckpointConfig | None, HandedTo(("trainer.ckpt",), even_none=True)] = None
-    """Checkpoints; None means off."""
+    """Checkpoints. None means off."""
 
     weight_broadcast: Annotated[
         WeightBroadcastConfig | None, HandedTo(("trainer.weight_broadcast", "inference.weight_broadcast"))
@@ -137,7 +137,7 @@ class RLConfig(BaseConfig):
     """GPUs of inference and of the trainer, and the nodes of a job."""
 
     slurm: SlurmConfig | None = None
-    """Submit the run as a SLURM job; None starts it here."""
+    """Submit the run as a SLURM job. None starts it here."""
 
     trainer_gpu_ids: list[int] | None = Field(default=None, min_length=1)
     """GPUs of the trainer, as places among the visible ones, with a training process each. None takes those that
@@ -156,10 +156,10 @@ class RLConfig(BaseConfig):
     before the program served. A trainer continues from its last checkpoint, so ckpt.interval is required."""
 
     trainer_restarts: int | None = Field(default=None, ge=0)
-    """The same for the trainer alone; None is as many as `restarts`."""
+    """The same for the trainer alone. None is as many as `restarts`."""
 
     orchestrator_restarts: int | None = Field(default=None, ge=0)
-    """The same for the orchestrator, which needs no checkpoint; None is as many as `restarts`."""
+    """The same for the orchestrator, which needs no checkpoint. None is as many as `restarts`."""
 
     engine_restarts: int = Field(default=0, ge=0)
     """The same for inference programs alone; the larger number counts."""
@@ -191,7 +191,7 @@ class RLConfig(BaseConfig):
     The trainer needs model.lora."""
 
     inference: InferenceConfig | None = None
-    """The inference engine to start; None starts none. Engines in orchestrator.client.base_url run already and are used
+    """The inference engine to start. None starts none. Engines in orchestrator.client.base_url run already and are used
     too. With neither, one is expected at http://127.0.0.1:8000."""
 
     rollout: RolloutSection

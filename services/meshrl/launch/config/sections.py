@@ -26,15 +26,15 @@ class RunningServicesConfig(BaseConfig):
     """Addresses of services that run already, which rl then uses and does not start."""
 
     rollout: AddressesOrNone | None = None
-    """host:port of a RolloutService that runs already, or a list of them; None starts the rollout program. `local` in
+    """host:port of a RolloutService that runs already, or a list of them. None starts the rollout program. `local` in
     the list starts it beside the others, for the environments whose key `local` is true. [] starts none: workers dial
     in (orchestrator.exchange)."""
 
     trainer: str | None = Field(default=None, min_length=1)
-    """host:port of a TrainerService that runs already; None starts the trainer."""
+    """host:port of a TrainerService that runs already. None starts the trainer."""
 
     weights: str | None = Field(default=None, min_length=1)
-    """host:port of a weight hub that runs already; None starts the hub."""
+    """host:port of a weight hub that runs already. None starts the hub."""
 
     def given(self) -> dict[str, list[str]]:
         rollout = [address for address in self.rollout or () if address != LOCAL]

@@ -22,7 +22,7 @@ _MODULE = "meshrl.launch.nodes.member"
 
 
 def certify_engines(spread: Spread, layout: Layout, hub: str) -> list[Mapping[str, str]]:
-    """Gives every node with engines a certificate; returns the variables of each of `spread.engines`. hub: host:port of
+    """Gives every node with engines a certificate. Returns the variables of each of `spread.engines`. hub: host:port of
     the hub that renews them. Raises ConfigError and NodeLostError."""
     folder = layout.credentials.absolute()
     nodes = {node.name: node for node in spread.engines}

@@ -110,7 +110,7 @@ def copy_to_nodes(nodes: Iterable[JobNode], paths: Sequence[Path]) -> None:
 
 
 def on_each(names: Sequence[str], module: str, *arguments: str, stdin: str | None = None) -> str:
-    """Runs a module once on each node with `stdin`; returns all their output. Raises ConfigError and NodeLostError."""
+    """Runs a module once on each node with `stdin`. Returns all their output. Raises ConfigError and NodeLostError."""
     count = str(len(names))
     return _ask(
         "srun", "--overlap", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", "--export=ALL",

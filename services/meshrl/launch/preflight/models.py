@@ -44,7 +44,7 @@ def check_models(plan: Plan) -> Iterator[Finding]:
 
 
 def local_folder(name: str) -> Path | None:
-    """The folder here that a model's name stands for; None when it would have to be fetched."""
+    """The folder here that a model's name stands for. None when it would have to be fetched."""
     folder = Path(name)
     if folder.is_dir():
         return folder
@@ -57,7 +57,7 @@ def local_folder(name: str) -> Path | None:
 
 
 def stored_size(folder: Path) -> ModelSize | None:
-    """Parameters and bytes of the safetensors files of a folder; None when there are none that can be read."""
+    """Parameters and bytes of the safetensors files of a folder. None when there are none that can be read."""
     num_params = num_bytes = 0
     for path in sorted(folder.glob("*.safetensors")):
         try:

@@ -27,7 +27,7 @@ class FusedPlan:
     def from_offsets(
         cls, sample_offsets: NDArray[np.int64], device: torch.device, *, long_from: int | None
     ) -> FusedPlan:
-        """Plans a row. Samples of at least `long_from` tokens go through cuDNN; None sends none there."""
+        """Plans a row. Samples of at least `long_from` tokens go through cuDNN. None sends none there."""
         starts, lengths = sample_offsets[:-1], np.diff(sample_offsets)
         is_long = np.zeros(len(lengths), dtype=np.bool_) if long_from is None else lengths >= long_from
         short = lengths[~is_long]

@@ -37,7 +37,7 @@ class DataProgress:
         return cls(**{**values, "next": Cursor(**values["next"])})
 
     def changed(self, parts: Mapping[str, str]) -> str | None:
-        """How the data differs from the trained data; None if it does not, or was not recorded."""
+        """How the data differs from the trained data. None if it does not, or was not recorded."""
         differing = [
             f"{part} had {was}, now {parts.get(part, 'nothing')}"
             for part, was in self.parts.items()
@@ -46,7 +46,7 @@ class DataProgress:
         return "; ".join(differing) or None
 
     def ratios(self) -> dict[str, float]:
-        """The realised mixture by metric; empty without one."""
+        """The realised mixture by metric. Empty without one."""
         if len(self.samples) < 2:
             return {}
         shares: dict[str, float] = {}

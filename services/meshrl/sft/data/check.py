@@ -17,7 +17,7 @@ SHOWN_CHARACTERS = 4000
 @dataclass(frozen=True, kw_only=True)
 class DataCheck:
     """The first rows of one part of the data. `ways` lists how their learned text was found, `unused` the columns and
-    message keys that nothing reads; those were logged."""
+    message keys that nothing reads. Those were logged."""
 
     part: str
     rows: int

@@ -21,10 +21,10 @@ class DataConfig(BaseConfig):
     chat_template_kwargs are optional."""
 
     subset: str | None = None
-    """Subset of the dataset; for several see subsets."""
+    """Subset of the dataset. For several see subsets."""
 
     split: str = "train"
-    """Split of the dataset; for several see splits."""
+    """Split of the dataset. For several see splits."""
 
     subsets: list[str] | None = Field(default=None, min_length=1)
     """Subsets that are mixed. With splits as well, the first goes with the first, and so on."""
@@ -54,7 +54,7 @@ class DataConfig(BaseConfig):
     Neither pads, and no conversation attends to another."""
 
     shuffle: bool = True
-    """Draw a new order for each epoch; false keeps the order of the data."""
+    """Draw a new order for each epoch. False keeps the order of the data."""
 
     seed: int = 0
     """Seed of the order, which is drawn anew each epoch, and of the mixture."""
@@ -121,7 +121,7 @@ class DataConfig(BaseConfig):
         return self
 
     def doubt(self) -> str | None:
-        """A batch_size that is probably not meant; None otherwise."""
+        """A batch_size that is probably not meant. None otherwise."""
         if self.pack_function == "cat" and self.batch_size >= max(256, self.seq_len):
             return (
                 f"data.batch_size {self.batch_size} counts samples of data.seq_len {self.seq_len} tokens, so a step"

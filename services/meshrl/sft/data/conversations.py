@@ -44,7 +44,7 @@ class Conversation:
     other_keys: frozenset[str] = frozenset()
 
     def learned(self, roles: frozenset[str]) -> list[bool]:
-        """Whether each message is learned; those without a mark are by their role."""
+        """Whether each message is learned. Those without a mark are by their role."""
         return [
             self.marks.get(place, place >= self.learn_from and message["role"] in roles)
             for place, message in enumerate(self.messages)

@@ -69,14 +69,14 @@ class Renderers:
 
 
 class MatchingRenderers:
-    """Renderers that make the tokens of a tokenizer's chat template; they take its place where it gives no mask."""
+    """Renderers that make the tokens of a tokenizer's chat template. They take its place where it gives no mask."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._fitting: list[Renderers] | None = None
 
     def of(self, conversation: Conversation, token_ids: list[int]) -> Renderers | None:
-        """The first whose tokens of the conversation are `token_ids`; None without one. All families whose special
+        """The first whose tokens of the conversation are `token_ids`. None without one. All families whose special
         tokens the tokenizer has are tried, first the one made for its model."""
         if self._fitting is None:
             from renderers.base import MODEL_RENDERER_MAP

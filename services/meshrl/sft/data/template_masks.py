@@ -72,7 +72,7 @@ class TemplateMasks:
     def by_marks(
         self, conversation: Conversation, learned: Sequence[bool]
     ) -> tuple[list[int], NDArray[np.bool_]] | None:
-        """Tokens and (T,) mask by the template's marks; None where other roles are learned, or the number of marked
+        """Tokens and (T,) mask by the template's marks. None where other roles are learned, or the number of marked
         spans is not that of the assistant's messages."""
         roles = [message["role"] for message in conversation.messages]
         if any(learns and role != "assistant" for learns, role in zip(learned, roles, strict=True)):
@@ -215,7 +215,7 @@ class TemplateMasks:
         return _last(whole, stop, start, end) if stop in whole[start:end] else end
 
     def _behind_special(self, whole: list[int], start: int, end: int) -> int | None:
-        """Behind the special token that ends a span but for white space; None for another end."""
+        """Behind the special token that ends a span but for white space. None for another end."""
         while end > start + 1 and whole[end - 1] not in self._special and self._is_blank(whole[end - 1]):
             end -= 1
         return end if end > start and whole[end - 1] in self._special else None

@@ -56,7 +56,7 @@ class EnginePool:
         return now_s - engine.seen_s <= self.lease_s
 
     def of_pool(self, engine_pool: str) -> tuple[EngineRecord, ...]:
-        """The engines of a pool; empty is all of them."""
+        """The engines of a pool. Empty is all of them."""
         return tuple(e for e in self.engines.values() if not engine_pool or e.registration.engine_pool == engine_pool)
 
 

@@ -135,7 +135,7 @@ class RunLine:
         return self.records.newest_decided()
 
     def find(self, version: int | None) -> VersionRecord:
-        """Returns a version of the newest epoch that has it; None is the newest committed one. Raises UNKNOWN_*."""
+        """Returns a version of the newest epoch that has it. None is the newest committed one. Raises UNKNOWN_*."""
         if version is None:
             committed = [r for r in self.records.live if r.state is VersionState.COMMITTED]
             if not committed:

@@ -325,7 +325,7 @@ def _number(request: web.Request, name: str, usual: int, *, least: int = 0, most
 
 
 def _whole(text: str) -> int | None:
-    """A number in decimal digits, at most _MOST; None for another text."""
+    """A number in decimal digits, at most _MOST. None for another text."""
     if not text.isdecimal():
         return None
     return int(text) if len(text) <= _DIGITS else _MOST

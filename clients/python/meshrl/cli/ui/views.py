@@ -47,7 +47,7 @@ def _is_step(span: RunSpan) -> bool:
 
 
 class KeptRollouts:
-    """The kept rollouts of a step; those of the last step stay read. Not for several threads."""
+    """The kept rollouts of a step. Those of the last step stay read. Not for several threads."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
@@ -106,7 +106,7 @@ OF_ONE_START = re.compile(r"(^|\.)(port|session|output_dir|run_id|address|rollou
 
 
 def differences(settings: Sequence[Mapping[str, str]]) -> list[JsonObject]:
-    """The keys by which configurations differ, with the value in each; None where one lacks the key."""
+    """The keys by which configurations differ, with the value in each. None where one lacks the key."""
     keys = sorted({key for one in settings for key in one if not OF_ONE_START.search(key)})
     found = [{"key": key, "values": [one.get(key) for one in settings]} for key in keys]
     return [one for one in found if len(set(one["values"])) > 1]

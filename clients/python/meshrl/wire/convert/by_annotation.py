@@ -199,7 +199,7 @@ def _many(field: FieldDescriptor, inner: Any) -> Read:
 
 
 def _one(field: FieldDescriptor, inner: Any) -> Read | None:
-    """Reads one value of a field, whose path is the last argument; None for a value that is taken as it is."""
+    """Reads one value of a field, whose path is the last argument. None for a value that is taken as it is."""
     if field.message_type is tensor_pb2.Tensor.DESCRIPTOR:
         if inner == Routes:
             return lambda value, reader, path: reader.routes(value, path)

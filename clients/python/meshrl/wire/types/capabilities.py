@@ -18,7 +18,7 @@ SPARSE_DELTAS = "deltas.sparse"
 BROADCAST_DELTAS = "broadcasts.deltas"
 
 ROLLOUT = (REATTACH, DRAIN)
-"""Of this repository's rollout service; those below are of its other programs."""
+"""Of this repository's rollout service. Those below are of its other programs."""
 
 ROLLOUT_CALLER = (REATTACH,)
 TRAINER = (DRAIN, CHECKPOINTS)

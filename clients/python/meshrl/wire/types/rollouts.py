@@ -150,7 +150,7 @@ class Rollout:
 
     @property
     def oldest_version(self) -> int | None:
-        """Oldest version that sampled a token, or computed the prompt of one; None when none was sampled."""
+        """Oldest version that sampled a token, or computed the prompt of one. None when none was sampled."""
         spans = (span for sample in self.samples for span in sample.version_spans)
         return min((span.oldest for span in spans), default=None)
 
@@ -218,7 +218,7 @@ class EngineEndpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutStatus:
-    """Counts of rollouts, not groups. At most `max_concurrent` run at once now, for `limit_reason`; None or 0 if not
+    """Counts of rollouts, not groups. At most `max_concurrent` run at once now, for `limit_reason`. None or 0 if not
     reported."""
 
     running: int

@@ -41,7 +41,7 @@ def narrowed(chosen: NDArray[np.integer], num_experts: int) -> Routes:
 
 
 def joined(parts: Iterable[tuple[int, Routes | None]]) -> Routes | None:
-    """Routes of several stretches of tokens, each with its number of tokens and what is known; None where nothing is
+    """Routes of several stretches of tokens, each with its number of tokens and what is known. None where nothing is
     known of any. Raises ValueError for routes of different models."""
     stretches = list(parts)
     known = [routes for _, routes in stretches if routes is not None]

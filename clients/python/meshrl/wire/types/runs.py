@@ -73,7 +73,7 @@ class StartPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointPolicy:
-    """In steps; None takes the trainer's own setting."""
+    """In steps. None takes the trainer's own setting."""
 
     interval: int | None = None
     keep_last: int | None = None
