@@ -3,7 +3,8 @@
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import pytest
 import uvicorn
@@ -43,7 +44,7 @@ async def tools_url() -> AsyncIterator[str]:
 
 
 @pytest.fixture
-def start_tools(start_mesh, engine, tools_url):
+def start_tools(start_mesh, engine, tools_url: str) -> Callable[[], Awaitable[Any]]:
     """Starts a service whose environment has the tools."""
     return lambda: start_mesh(
         [engine],
