@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from inference_kit import Start, events, make_tokenizer, post
+from inference_kit import EngineFactory, Start, events, make_tokenizer, post
 from meshrl.inference.http.tokenizer import TextCodec, TextStream
 
 MESSAGES = [{"role": "user", "content": "a"}]
@@ -64,3 +64,34 @@ def test_text_streams_hold_back_half_characters_and_half_stop_strings() -> None:
     stream = TextStream(codec, skip_special_tokens=True, stops=("ab",))
     assert [stream.push([each]) for each in make_tokenizer().encode("xab", add_special_tokens=False)] == ["x", "", ""]
     assert stream.stopped
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"stop": ""}, "stop: an empty text"),
+        ({"stop": ["b", ""]}, "stop: an empty text"),
+        ({"min_tokens": 3, "max_tokens": 2}, "min_tokens: 3 is more than max_tokens, which is 2"),
+        ({"stream_options": {"include_usage": True}}, "stream_options: is for streams alone"),
+    ],
+)
+async def test_what_contradicts_itself_is_refused(serve: Start, path: str, fields: dict[str, Any], words: str) -> None:
+    client = await serve()
+    asked = {"messages": MESSAGES} if "chat" in path else {"prompt": "a"}
+    status, answer = await post(client, path, {**asked, **fields})
+    assert (status, words in answer["error"]["message"]) == (400, True), answer
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_text_ends_at_the_tokenizers_end_of_text_where_the_models_is_another(
+    serve: Start, start_engine: EngineFactory, path: str
+) -> None:
+    """As vLLM's does; bias has the model sample the tokenizer's."""
+    client = await serve(await start_engine(eos_token_ids=(5,)))
+    asked = {"messages": MESSAGES} if "chat" in path else {"prompt": "a"}
+    body = {**asked, "max_tokens": 4, "logit_bias": {0: 100.0}, "return_token_ids": True}
+    (choice,) = (await post(client, path, body))[1]["choices"]
+    assert (choice["token_ids"], choice["finish_reason"], choice["stop_reason"]) == ([0], "stop", None)
+    (choice,) = (await post(client, path, {**body, "ignore_eos": True}))[1]["choices"]
+    assert (choice["token_ids"], choice["finish_reason"]) == ([0] * 4, "length")

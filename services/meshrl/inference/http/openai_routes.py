@@ -126,8 +126,8 @@ class _Answer:
             logprobs, tops = body.logprobs is not None, body.logprobs or 0
         most = self._serving.engine.max_model_len
         params = body.params(most=most, index=index, logprobs=logprobs, top_logprobs=tops)
-        if isinstance(body, ChatBody) and self._codec.replies is not None and not body.ignore_eos:
-            ends = self._codec.replies.stop_token_ids
+        if not body.ignore_eos:
+            ends = (token for token in self._codec.stop_token_ids if token < self._serving.engine.vocab_size)
             params = replace(params, stop_token_ids=(*params.stop_token_ids, *ends))
         asked = GenerateRequest(
             request_id=self._request_id,

@@ -104,14 +104,18 @@ class SamplingFields(RequestBody):
 
     @model_validator(mode="after")
     def _samples_as_asked(self) -> Self:
-        if found := refusals(self.other_keys, n=self.n):
+        found = refusals(self.other_keys, n=self.n)
+        if "" in self.stop_strings:
+            found.append("stop: an empty text ends every completion before its first token; leave it out")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            found.append(f"min_tokens: {self.min_tokens} is more than max_tokens, which is {self.max_tokens}; lower it")
+        if found:
             raise ValueError("; ".join(found))
         return self
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return tuple(text for text in stops if text)
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def params(
         self, *, most: int, index: int, logprobs: bool, top_logprobs: int, routes_from: int | None = None

@@ -35,6 +35,8 @@ class _TextBody(SamplingFields):
             raise ValueError("max_tokens and max_completion_tokens differ; send one of them")
         if self.prompt_logprobs is not None:
             raise ValueError("prompt_logprobs is answered by /inference/v1/generate only; leave it out here")
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: is for streams alone; send stream true, or leave it out")
         self.max_tokens = self.max_tokens or self.max_completion_tokens
         refuse_constraints(self.response_format, self.structured_outputs)
         return self

@@ -48,6 +48,12 @@ class TextCodec:
         self._trust_request_chat_template = trust_request_chat_template
         self._pool = TokenizerPool(tokenizer, workers=workers, limit_s=encode_limit_s)
 
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end a text beside the model's own: the tokenizer's, and those of the family's renderer."""
+        own = () if self.tokenizer.eos_token_id is None else (self.tokenizer.eos_token_id,)
+        return own if self.replies is None else (*own, *self.replies.stop_token_ids)
+
     async def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         """Token ids of a prompt. Raises: MeshError INVALID_REQUEST when it is too long, in bytes or to tokenize."""
         self._check_size(text)
