@@ -20,8 +20,9 @@ def normal_message(message: JsonObject) -> dict[str, Any]:
     """The message with its content as text and the arguments of its tool calls as objects.
 
     Text parts are joined without a separator; null becomes the empty text. `tool_calls` is left out without calls,
-    since templates test for the key. Arguments that are no JSON object stay as they are. `reasoning` is also given as
-    `reasoning_content`. Raises ValueError where role or content is missing or of a type that no text model reads.
+    since templates test for the key. Arguments that are no JSON object stay as they are. `reasoning` and
+    `reasoning_content` are each given as the other too. Raises ValueError where role or content is missing or of a type
+    that no text model reads.
     """
     normal = dict(message)
     role = normal.get("role")
@@ -33,8 +34,9 @@ def normal_message(message: JsonObject) -> dict[str, Any]:
     if "content" not in normal and not calls:
         raise ValueError(f"a message of role {role!r} needs content; send an empty string for an empty message")
     normal["content"] = _text(normal.get("content"), role)
-    if isinstance(normal.get("reasoning"), str):
-        normal.setdefault("reasoning_content", normal["reasoning"])
+    for key, other in (("reasoning", "reasoning_content"), ("reasoning_content", "reasoning")):
+        if isinstance(normal.get(key), str):
+            normal.setdefault(other, normal[key])
     return normal
 
 

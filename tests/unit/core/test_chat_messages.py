@@ -41,6 +41,12 @@ def test_a_message_without_calls_has_no_key_for_them(calls: object) -> None:
     assert normal_message({**message, "tool_calls": calls}) == message
 
 
+@pytest.mark.parametrize("key", ["reasoning", "reasoning_content"])
+def test_reasoning_is_there_by_both_names(key: str) -> None:
+    message = normal_message({"role": "assistant", "content": "hi", key: "why"})
+    assert (message["reasoning"], message["reasoning_content"]) == ("why", "why")
+
+
 def test_arguments_that_are_no_object_stay_as_the_model_wrote_them() -> None:
     call = {"type": "function", "function": {"name": "find", "arguments": '{"word": '}}
     message = normal_message({"role": "assistant", "content": "", "tool_calls": [call]})

@@ -128,6 +128,8 @@ def check_calls_left_out(row: Any, warned: list[str]) -> None:
 def check_reasoning(row: Any, warned: list[str]) -> None:
     for key in ("reasoning_content", "reasoning"):
         used(row, said(**{key: "why"}), "<think>\nwhy\n</think>\n\nyes")
+        by_name = PLAIN.replace("m.content", "(m.reasoning or '') ~ m.content")
+        assert "[[whyyes<|im_end|>]]" in row(said(**{key: "why"}), by_name)
     assert not warned
     assert "[[yes<|im_end|>]]" in row(said(reasoning_content="why"), PLAIN)
     assert warned[-1].endswith("not used: 'reasoning_content', which the chat template leaves out")

@@ -91,7 +91,9 @@ class TokenizedRows(Dataset[object]):
         unused = [f"column {name!r}" for name in conversation.other_columns]
         if not self._text.renderer:  # renderers read what they know of these
             keys = conversation.other_keys | ({"tools"} if conversation.tools else frozenset())
-            unused += [f"{name!r}, which the chat template leaves out" for name in keys if name not in template]
+            read = {"reasoning_content": "reasoning"}  # a message has it by both names
+            left_out = [name for name in keys if read.get(name, name) not in template]
+            unused += [f"{name!r}, which the chat template leaves out" for name in left_out]
         for each in sorted(set(unused) - self.unused):
             logger.warning("{}: not used: {}", self._data.name, each)
         self.unused |= set(unused)
