@@ -12,6 +12,7 @@ import pytest
 from conversations import load_conversations
 from meshrl.sft.config import DataConfig
 from meshrl.sft.data.conversations import DataError
+from meshrl.sft.data.sources import open_parts
 
 USER = {"role": "user", "content": "hi"}
 ASSISTANT = {"role": "assistant", "content": "ho"}
@@ -77,3 +78,11 @@ def test_bad_rows_are_named(write: Any, row: Any, message: str) -> None:
 def test_a_missing_file_is_named() -> None:
     with pytest.raises(DataError, match=r"'nowhere\.jsonl': there is no such file"):
         load_conversations(DataConfig(name="nowhere.jsonl"))
+
+
+def test_a_byte_order_mark_before_a_list_is_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    rows = [{"prompt": "p", "completion": word} for word in ("a", "b")]
+    path.write_text(json.dumps(rows, indent=1), encoding="utf-8-sig")
+    (opened,) = open_parts(DataConfig(name=str(path))).values()
+    assert [opened[index] for index in range(len(opened))] == rows

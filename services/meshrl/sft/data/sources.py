@@ -146,7 +146,7 @@ def _open(name: str, subset: str | None, split: str) -> DataRows:
 
 def _json(path: Path) -> DataRows:
     if path.suffix == ".json":
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8-sig", errors="replace") as file:
             is_list = file.read(4096).lstrip()[:1] == "["
         if is_list:
             return _JsonList(path)
