@@ -14,12 +14,9 @@ with a GPU of its own on cuda.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import sys
 import time
-import traceback
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -32,9 +29,8 @@ with loading():
     import numpy as np
     import torch
     import torch.distributed as dist
-    from loguru import logger
-    from transformers.utils import logging
 
+    from forked_ranks import on_ranks
     from loss_curves import stream_batch
     from meshrl.algorithms.losses import grpo_loss, gspo_loss
     from meshrl.algorithms.objective import Objective
@@ -99,6 +95,16 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     },
 }
 SAVED = "gspo"
+
+
+def cases_of(family: str, name: str) -> list[str]:
+    """The cases that a family trains on a layout. All of them on two ranks; on four, where each costs twice as much,
+    the families take turns, but for the one whose checkpoints other layouts go on from."""
+    layout = LAYOUTS.get(name)
+    if layout is None or layout.ranks == 2 or family == saved_family(name):
+        return list(CASES)
+    turn = FAMILIES.index(family) + list(LAYOUTS).index(name)
+    return [list(CASES)[turn % len(CASES)]]
 
 
 def saved_family(*names: str) -> str:
@@ -266,7 +272,7 @@ def trainings(folder: Path, names: list[str]) -> dict[str, Any]:
         sizes = LAYOUTS[name].sizes if name in LAYOUTS else {}
         parallel = RankGroup.start(os.environ, device=torch.device(DEVICE), **sizes)
         for family in FAMILIES:
-            for case in CASES:
+            for case in cases_of(family, name):
                 found[f"{family} / {case} / {name}"] = numbers(folder, family, case, name, parallel)
         if name == "tp2":
             found["vocabulary apart"] = vocabulary_apart(parallel)
@@ -282,44 +288,18 @@ def back_alone(folder: Path) -> dict[str, Any]:
     return {f"{name} -> {ALONE}": resumed(folder, name, ALONE, parallel) for name in there}
 
 
-def as_rank(rank: int, ranks: int, store: Path, result: Path, work: Callable[[], dict[str, Any]]) -> None:
-    """Forked: becomes a rank, works, and leaves what rank 0 found."""
-    warnings.simplefilter("ignore")
-    logging.set_verbosity_error()
-    logger.remove()
-    torch.set_num_threads(1)
-    here = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
-    os.environ |= {name: str(value) for name, value in here.items()}
-    try:
-        if ranks > 1:
-            backend = "gloo" if DEVICE == "cpu" else "cpu:gloo,cuda:nccl"
-            dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks)
+def on_forked(ranks: int, folder: Path, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What rank 0 of so many finds."""
+    result = folder / f"result_{ranks}.json"
+
+    def leave() -> None:
         found = work()
-        if rank == 0:
+        if os.environ["RANK"] == "0":
             result.write_text(json.dumps(found))
-        if ranks > 1:
+        if dist.is_initialized():
             dist.barrier()
-    except BaseException:  # noqa: BLE001  # a forked process must never return into its parent's work
-        traceback.print_exc()
-        os._exit(1)
-    os._exit(0)  # torch's threads end with it
 
-
-def on_ranks(ranks: int, folder: Path, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Runs `work` on so many forked ranks; raises RuntimeError when one fails."""
-    context = multiprocessing.get_context("fork")
-    store, result = folder / f"store_{ranks}_{time.monotonic_ns()}", folder / f"result_{ranks}.json"
-    members = [context.Process(target=as_rank, args=(rank, ranks, store, result, work)) for rank in range(ranks)]
-    for member in members:
-        member.start()
-    try:
-        for member in members:
-            member.join(600)
-            if member.exitcode:
-                raise RuntimeError(f"a rank of {ranks} ended with {member.exitcode}")
-    finally:
-        for member in members:
-            member.kill()
+    on_ranks(ranks, leave)
     found: dict[str, Any] = json.loads(result.read_text())
     return found
 
@@ -331,9 +311,9 @@ def main() -> None:
     for ranks in (sizes[:1] if DTYPE == "float32" else sizes[:2]) if ROUNDED else sizes:
         names = [name for name, layout in LAYOUTS.items() if layout.ranks == ranks] or [ALONE]
         started = time.perf_counter()
-        found |= on_ranks(ranks, folder, partial(trainings, folder, names))
+        found |= on_forked(ranks, folder, partial(trainings, folder, names))
         print(f"{ranks} rank(s): {time.perf_counter() - started:.1f} s", flush=True)
-    found |= on_ranks(1, folder, partial(back_alone, folder))
+    found |= on_forked(1, folder, partial(back_alone, folder))
     result.write_text(json.dumps(found))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from layouts import CASES, FAMILIES, LAYOUTS, PAIRS, WITHOUT_EXPERTS, make_models, saved_family
+from layouts import CASES, FAMILIES, LAYOUTS, PAIRS, WITHOUT_EXPERTS, cases_of, make_models, saved_family
 from layouts import __file__ as program
 
 pytestmark = pytest.mark.timeout(1000)  # all of it runs before the first test
@@ -30,9 +30,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     return numbers
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "case", "layout"),
+    [(family, case, layout) for family in FAMILIES for layout in LAYOUTS for case in cases_of(family, layout)],
+)
 def test_a_layout_trains_as_one_process(family: str, case: str, layout: str, found: Found) -> None:
     alone, here = found[f"{family} / {case} / one process"], found[f"{family} / {case} / {layout}"]
     if (sentence := refusal(family, layout)) is not None:
@@ -71,7 +72,8 @@ def refusal(family: str, layout: str) -> str | None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_ranks_of_a_layout_publish_the_state_bit_for_bit(family: str, layout: str, found: Found) -> None:
-    here, sizes = found[f"{family} / gspo / {layout}"], LAYOUTS[layout].sizes
+    case, *_ = cases_of(family, layout)
+    here, sizes = found[f"{family} / {case} / {layout}"], LAYOUTS[layout].sizes
     if here.get("refused"):
         return
     published, senders = here["published"], LAYOUTS[layout].ranks // sizes.get("dp_replicate", 1)
