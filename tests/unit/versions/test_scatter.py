@@ -18,7 +18,7 @@ from meshrl.versions.collective.broadcasting import Receiver, ReceiveTimes, Send
 from meshrl.versions.collective.communicator import open_store, reach_store
 from meshrl.versions.collective.digest import digest_bytes, sum128
 from meshrl.versions.collective.plan import PublishPlan, rows_of
-from meshrl.versions.collective.scatter import Offer, clipped, scatter_offers, write_offer
+from meshrl.versions.collective.scatter import Offer, clipped, read_offers, scatter_offers, write_offer
 from meshrl.versions.placement import Move, PartDigests, WeightPlacement, check_parts
 from meshrl.versions.snapshot import Snapshot, take_snapshot
 from meshrl.wire.errors import MeshError, Reason
@@ -222,22 +222,25 @@ def test_versions_are_scattered_where_no_rank_is_busier_than_by_a_broadcast(
     assert offered(num_senders, num_engines, ranks) is pays
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        b"[]", b"{}", b"no json", b'{"engine": 0}', b'{"engine": 0, "moves": [["q", 0, [49], [1]]]}',
-        b'{"engine": 0, "moves": [["q", -1, [3], [1]]]}', b'{"engine": 0, "moves": [["q", 0, [3], [0]]]}',
-        b'{"engine": 0, "moves": [["q", 0, [3], ["1"]]]}', b'{"engine": 0, "moves": [["nobody", 0, [3], [1]]]}',
-        b'{"engine": 0, "moves": [["q", 0, [48], [1]]]}',
-    ],
-)  # fmt: skip
-def test_an_offer_of_what_no_rank_holds_is_not_followed(wrong: bytes) -> None:
-    store, (_, placements) = HashStore(), engines_of()
+WRONG = [
+    b"[]", b"{}", b"no json", b'{"engine": 0}', b'{"engine": 0, "moves": [["q", 0, [49], [1]]]}',
+    b'{"engine": 0, "moves": [["q", -1, [3], [1]]]}', b'{"engine": 0, "moves": [["q", 0, [3], [0]]]}',
+    b'{"engine": 0, "moves": [["q", 0, [3], ["1"]]]}', b'{"engine": 0, "moves": [["q", 0, [3], [1, 1]]]}',
+    b'{"engine": 0, "moves": [["nobody", 0, [3], [1]]]}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("second", [None, b'{"engine": 0, "moves": [["q", 0, [48], [1]]]}', *WRONG])
+def test_without_offers_of_all_that_a_version_has_it_is_broadcast(second: bytes | None) -> None:
+    store, plan, (_, placements) = HashStore(), plan_for(state_of(0), 2), engines_of()
     assert placements[0] is not None
     write_offer(store, 0, Offer(engine=0, moves=placements[0].moves))
-    assert scatter_offers(store, plan_for(state_of(0), 2), 2) is None  # one is missing
-    store.set("offer/1", wrong)
-    assert scatter_offers(store, plan_for(state_of(0), 2), 2) is None
+    if second is not None:
+        store.set("offer/1", second)
+    if second in WRONG:
+        with pytest.raises((ValueError, KeyError, TypeError)):
+            read_offers(store, plan, 2)
+    assert scatter_offers(store, plan, 2) is None
 
 
 # --- parts of parts -------------------------------------------------------------------------------

@@ -199,6 +199,8 @@ def clipped(move: Move, start: int, end: int) -> Iterator[Move]:
 
     Their dimensions go from the widest stride in the tensor to the narrowest.
     """
+    if end <= move.from_offset or move.from_offset + move.extent <= start:
+        return
     steps = sorted(zip(move.from_stride, move.to_stride, move.shape, strict=True), reverse=True)
     strides, to_strides, shape = (tuple(each) for each in zip(*steps, strict=True))
     yield from _clipped(replace(move, shape=shape, from_stride=strides, to_stride=to_strides), 0, start, end)
