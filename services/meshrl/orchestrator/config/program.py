@@ -302,7 +302,7 @@ class OrchestratorConfig(BaseConfig):
 
     seq_len: int = Field(default=2048, ge=2)
     """Token budget of a micro-batch, to which longer rollouts are cut; at most the trainer's seq_len. By default rl
-    gives the trainer a longer one, since a GPU computes long rows faster than short ones."""
+    takes a longer seq_len of the trainer, since a GPU computes long rows faster than short ones."""
 
     max_steps: int | None = Field(default=None, ge=1)
     """Stop after this many steps; None runs until it is stopped."""

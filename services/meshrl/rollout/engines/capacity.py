@@ -29,7 +29,7 @@ SPARE = 1 / 8
 """Share of rollouts beyond the engines' capacity, so that an engine takes the next one from its own queue."""
 
 LEAST_TIME_IN_CALLS = 1 / 4
-"""Largest multiple of the engines' capacity that runs, if rollouts spend time outside of model calls."""
+"""Least share of time in model calls that is reckoned with: at most four times the engines' capacity runs."""
 
 LEAST_ROOM, AFTER_PREEMPTION, GROWTH = 1 / 4, 0.9, 1.05
 """Least share of the computed sequences of an engine; factors after a look that found preemptions, and after one that
