@@ -146,8 +146,8 @@ class RolloutConfig(BaseConfig):
 
     blocked_s: float = Field(default=3.0, gt=0.0)
     """How long an environment may block the event loop of a shared worker before the worker is replaced and the
-    environment gets one of its own. A ready standby takes the worker's place after a second, and the environment keeps the
-    worker."""
+    environment gets one of its own. A ready standby takes the worker's place after a second, and the environment
+    keeps the worker."""
 
     max_turns: int | None = Field(default=None, ge=1)
     """Most model calls of one agent in one rollout; None sets no limit."""

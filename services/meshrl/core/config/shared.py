@@ -331,12 +331,12 @@ class WeightBroadcastConfig(BaseConfig):
     """nccl: tensors are broadcast in buckets of about this many MiB; an engine holds two of them."""
 
     transfer_deadline_s: float = Field(default=60.0, gt=0.0)
-    """nccl: seconds without progress after which a broadcast is abandoned. Engines without the version then fetch it, or
-    get the next one."""
+    """nccl: seconds without progress after which a broadcast is abandoned. Engines without the version then fetch
+    it, or get the next one."""
 
     host: str = Field(default="127.0.0.1", min_length=1)
-    """nccl: address at which engines reach the trainer, on the network between their hosts, and the only one at which it
-    listens for them."""
+    """nccl: address at which engines reach the trainer, on the network between their hosts, and the only one at
+    which it listens for them."""
 
     deltas: Literal["auto", "off"] = "auto"
     """auto publishes the changes since the previous version if they have less than half of the full version's bytes,
