@@ -90,8 +90,8 @@ class Objective:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowTokens:
-    """The predicted tokens of a row, sequence after sequence; float32 (P,) by default. A term's weights are None where
-    the batch has none."""
+    """The predicted tokens of a row, sequence after sequence; float32 (P,) by default. A term's weights are None if the
+    batch has none."""
 
     logprobs: torch.Tensor  # log p; carries the gradient
     inference_logprobs: torch.Tensor  # log q; read where rl_mask or sampled is true

@@ -24,8 +24,8 @@ from meshrl.wire.values import Array
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainSample:
-    """`advantage` holds for each of its loss tokens. Weights are None where no token has one: rl then weighs each of
-    its tokens 1, ce and ref_kl have no tokens."""
+    """`advantage` holds for each of its loss tokens. Weights are None if no token has one: rl then weighs each of its
+    tokens 1, ce and ref_kl have no tokens."""
 
     token_ids: NDArray[np.int32]  # (T,)
     loss_mask: NDArray[np.bool_]  # (T,) tokens the policy sampled; the first of a sample has nothing to predict it

@@ -25,7 +25,7 @@ def check_interpreter(program: str, python: Path, module: str) -> None:
 
 
 def finds(python: Path, module: str) -> bool:
-    """Whether an interpreter can import a module, which is not imported. Raises OSError where it is no program."""
+    """Whether an interpreter can import a module, which is not imported. Raises OSError if it is no program."""
     code = f"import sys; from importlib.util import find_spec; sys.exit(find_spec({module!r}) is None)"
     return subprocess.run([python, "-c", code], capture_output=True, timeout=60.0, check=False).returncode == 0
 

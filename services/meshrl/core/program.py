@@ -256,7 +256,7 @@ def keep_freed_memory() -> None:
 
 
 def raise_open_file_limit() -> None:
-    """As far as is allowed: each rollout and stream takes a file. Raises ConfigError where that is too little."""
+    """As far as is allowed: each rollout and stream takes a file. Raises ConfigError if that is too little."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def submit_eval(config: EvaluationConfig, dry_run: bool) -> str | None:
-    """Writes the job and, unless it is a dry run, submits it. None where there is no [slurm]. Raises ConfigError."""
+    """Writes the job and, unless it is a dry run, submits it. None if there is no [slurm]. Raises ConfigError."""
     if config.slurm is None:
         return None
     job = BatchJob(

@@ -39,8 +39,8 @@ class FolderLock:
         """The locked file, for another process that is to hold the lock as well."""
 
     def __enter__(self) -> Self:
-        """Waits up to ENDING_S where the holder was killed and its programs are being ended. Raises FolderInUseError,
-        or ConfigError when the folder cannot be written or locked."""
+        """Waits up to ENDING_S if the holder was killed and its programs are being ended. Raises FolderInUseError, or
+        ConfigError when the folder cannot be written or locked."""
         deadline_s = time.monotonic() + ENDING_S
         with writing_to(self._folder):
             while not self._try():

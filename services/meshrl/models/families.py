@@ -107,7 +107,7 @@ def unpacked_reason(model: PreTrainedModel, max_len: int | None = None) -> str |
 
 
 def positions_grow_beyond(config: PreTrainedConfig) -> int | None:
-    """The length beyond which a sequence's rotary embeddings depend on its length. None where they never do."""
+    """The length beyond which a sequence's rotary embeddings depend on its length. None if they never do."""
     rope = getattr(config, "rope_parameters", None) or {}
     limits = []
     for each in (rope, *(value for value in rope.values() if isinstance(value, dict))):

@@ -69,7 +69,7 @@ class ModelFolder:
         return cls(config.name, path)
 
     def read_bytes(self, name: str) -> bytes | None:
-        """A file of the folder as it is. None where it has none."""
+        """A file of the folder as it is. None if it has none."""
         path = self.path / name
         return path.read_bytes() if path.is_file() else None
 

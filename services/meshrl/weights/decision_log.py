@@ -64,7 +64,7 @@ class DecisionLog:
         self._seals: dict[tuple[object, ...], bytes] = {}  # of every row but the run's, by key
 
     async def open(self) -> Save | None:
-        """Opens the log, or creates it, and returns all rows. None where there are none. Raises LogError, OSError."""
+        """Opens the log, or creates it, and returns all rows. None if there are none. Raises LogError, OSError."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._open)
 
     async def save(self, rows: Save) -> None:

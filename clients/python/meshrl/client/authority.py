@@ -55,7 +55,7 @@ class Authority:
 
     @classmethod
     def create(cls, folder: Path, run: str) -> Authority:
-        """Makes an authority for a run of this name. Raises AuthorityError where there is one."""
+        """Makes an authority for a run of this name. Raises AuthorityError if there is one."""
         check_name(run)
         if (folder / "ca.key").exists():
             raise AuthorityError(f"{folder} holds an authority already; use it, or name another folder")

@@ -44,7 +44,7 @@ _TOKEN_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FrameChoice:
-    """Of T tokens; logprobs are None where they were not asked for."""
+    """Of T tokens; logprobs are None if they were not asked for."""
 
     token_ids: NDArray[np.int32]  # (T,)
     logprobs: NDArray[np.float32] | None  # (T,) of the distribution sampled from

@@ -25,7 +25,7 @@ class FirstAnswers(Generic[Answer]):
         self._answers: dict[str, asyncio.Task[Answer]] = {}
 
     def check(self, request_id: str, content: bytes) -> None:
-        """Remembers a request's content. Raises DUPLICATE_REQUEST where the id had another one."""
+        """Remembers a request's content. Raises DUPLICATE_REQUEST if the id had another one."""
         if not request_id:
             return
         if self._contents.setdefault(request_id, content) != content:

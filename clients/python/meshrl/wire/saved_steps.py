@@ -33,7 +33,7 @@ def unpin_step(weights: Path, step: int) -> None:
 
 
 def pinned_steps(weights: Path) -> frozenset[int]:
-    """None where the folder is missing."""
+    """None if the folder is missing."""
     names = (path.name.removeprefix("step_").removesuffix(SUFFIX) for path in weights.glob(f"step_*{SUFFIX}"))
     return frozenset(int(name) for name in names if name.isdecimal())
 

@@ -55,7 +55,7 @@ def bytes_per_token(shape: RoutedShape) -> int:
 
 
 def routes_problem(routes: Routes | None, shape: RoutedShape) -> str | None:
-    """What routes of experts must be for a model of this shape. None where they are."""
+    """What routes of experts must be for a model of this shape. None if they are."""
     if routes is None:
         return None
     if routes.shape[1:] != (shape.layers, shape.per_token):

@@ -39,7 +39,7 @@ class BaseConfig(BaseModel):
     )
 
     everyday_keys: ClassVar[Mapping[str, Sequence[str]]] = {}
-    """Titles of groups and their dotted keys for --help. Empty where it shows every key."""
+    """Titles of groups and their dotted keys for --help. Empty if it shows every key."""
 
     _notes: tuple[str, ...] = PrivateAttr(default=())
 

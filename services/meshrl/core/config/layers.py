@@ -41,7 +41,7 @@ class Layer:
         return value == {} or (value == [] and part.isdecimal())
 
     def taken(self, path: Path, value: object) -> Path | None:
-        """The place at which the layer sets the key, a section above or a key below it. None where it is free."""
+        """The place at which the layer sets the key, a section above or a key below it. None if it is free."""
         if path in self.given:
             return path
         return next(

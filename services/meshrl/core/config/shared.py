@@ -120,7 +120,7 @@ class LogConfig(BaseConfig):
     look with `tensorboard --logdir OUTPUT_DIR/tensorboard`."""
 
     trackio: bool = False
-    """Also keep records in a Trackio database, below trackio/ in output_dir, or in TRACKIO_DIR where that is set. Needs
+    """Also keep records in a Trackio database, below trackio/ in output_dir, or in TRACKIO_DIR if that is set. Needs
     `pip install 'meshrl[trackio]'`; look with `TRACKIO_DIR=OUTPUT_DIR/trackio trackio show`."""
 
     device_hour_price: float | None = Field(default=None, ge=0.0)
@@ -304,7 +304,7 @@ class EnvConfig(BaseConfig):
 
 
 def refuse_repeated_names(envs: Sequence[EnvConfig], keys: str, remedy: str) -> None:
-    """Raises ValueError where two environments of `keys` have one name; `remedy` ends its sentence."""
+    """Raises ValueError if two environments of `keys` have one name; `remedy` ends its sentence."""
     names = [env.resolved_name for env in envs]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"{keys} must have distinct names, got {', '.join(repeated)} more than once; {remedy}")

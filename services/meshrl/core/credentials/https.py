@@ -31,7 +31,7 @@ def scheme(environ: Mapping[str, str] = os.environ) -> str:
 
 def client_context(environ: Mapping[str, str] = os.environ) -> ssl.SSLContext | None:
     """Verifies engines by the run's authority and those of the system; a member of a run must be an agent that is not
-    revoked. None where no authority is named. Raises ConfigError for an unreadable one."""
+    revoked. None if no authority is named. Raises ConfigError for an unreadable one."""
     files = CredentialFiles.from_environ(environ)
     if files.ca is None:
         return None

@@ -66,7 +66,7 @@ class EnrollmentServicer(identity_pb2_grpc.EnrollmentServiceServicer):
 
 
 async def open_entry(servicer: EnrollmentServicer, host: str, port: int) -> tuple[GrpcServer, int]:
-    """Starts the server at which hosts join. Returns it with its port. Raises ConfigError where this process has no
+    """Starts the server at which hosts join. Returns it with its port. Raises ConfigError if this process has no
     certificate, or the port cannot be bound."""
     files = CredentialFiles.from_environ(os.environ)
     if files.cert is None or files.key is None:

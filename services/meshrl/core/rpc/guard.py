@@ -45,7 +45,7 @@ class Caller:
 
 
 CALLER: ContextVar[Caller | None] = ContextVar("CALLER", default=None)
-"""Who has made the call that is being served. None where everybody is let in."""
+"""Who has made the call that is being served. None if everybody is let in."""
 
 
 class Guard:
@@ -58,7 +58,7 @@ class Guard:
 
     def admit(self, method: str, context: grpc.aio.ServicerContext) -> Caller:
         """The caller of `method` ("package.Service/Method"). Raises UNAUTHENTICATED where it is unknown or no longer
-        counts, and PERMISSION_DENIED where its role may not."""
+        counts, and PERMISSION_DENIED if its role may not."""
         caller = member(certificate_of(context)) if self._mutual else self._by_token(context)
         why = self.why_not(caller)
         if why is not None:
@@ -152,7 +152,7 @@ def member(pem: bytes) -> Caller:
 
 
 def guard_of(credentials: Credentials) -> Guard | None:
-    """None where the credentials hold nothing to know callers by. Raises CredentialError."""
+    """None if the credentials hold nothing to know callers by. Raises CredentialError."""
     if not isinstance(credentials, FileCredentials) or not credentials.asks:
         return None
     files = credentials.files

@@ -45,7 +45,7 @@ class _Method:
     async def request(
         self, received: AsyncIterator[bytes], context: grpc.aio.ServicerContext, caller: Caller | None
     ) -> object:
-        """The one message, or an iterator over all of them. Raises INVALID_REQUEST where the one message is missing,
+        """The one message, or an iterator over all of them. Raises INVALID_REQUEST if the one message is missing,
         PERMISSION_DENIED for runs beyond the caller's."""
         if self.takes_stream:
             return _ParsedRequests(self, received, caller)

@@ -72,8 +72,8 @@ LISTS_OF: Mapping[str, tuple[tuple[str, ...], ...]] = {
 
 
 def check_runs(caller: object, patterns: Sequence[str], method: str, request: object) -> None:
-    """Raises PERMISSION_DENIED where a request names a run, or no run, that no pattern fits. `request` is one message
-    of the call; bulk comes as its bytes."""
+    """Raises PERMISSION_DENIED if a request names a run, or no run, that no pattern fits. `request` is one message of
+    the call; bulk comes as its bytes."""
     paths = PATHS_OF.get(method, ())
     if not patterns or not paths:
         return

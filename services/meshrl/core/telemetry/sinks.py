@@ -117,7 +117,7 @@ class WebhookSink(Sink):
         self._run = str(output_dir)
 
     def write_alerts(self, step: int, alerts: Sequence[Ailment]) -> None:
-        """Raises SinkError where it is not taken."""
+        """Raises SinkError if it is not taken."""
         for one in alerts:
             text = f"{self._run}, step {step}: {one.cause}: {one.evidence}; {one.what_to_do}"
             body = json.dumps({"text": text, "run": self._run, "step": step, **asdict(one)}).encode()
@@ -207,7 +207,7 @@ class TrackioSink(Sink):
 def open_monitor(
     layout: Layout, log: LogConfig, wandb: WandbConfig | None, settings: Mapping[str, object], more: Sequence[Sink] = ()
 ) -> Monitor:
-    """Console and JSONL always, TensorBoard, Trackio and W&B when configured, and `more`. Raises ConfigError where a
+    """Console and JSONL always, TensorBoard, Trackio and W&B when configured, and `more`. Raises ConfigError if a
     package is missing."""
     sinks: list[Sink] = [ConsoleSink(), JsonlSink(layout.metrics_jsonl), *more]
     if log.tensorboard:

@@ -52,7 +52,7 @@ class TemplateMasks:
         self._warned: set[str] = set()
 
     def whole(self, conversation: Conversation) -> list[int]:
-        """Raises DataError where the template does not take the messages."""
+        """Raises DataError if the template does not take the messages."""
         self._check_calls(conversation)
         try:
             return self._render(conversation, conversation.messages)

@@ -26,7 +26,7 @@ class TokenPieces:
         self._pieces: dict[int, str] | None = None
 
     def of(self, token_ids: Sequence[int]) -> list[str] | None:
-        """A text for each token, "" for one that is unknown. None where no vocabulary is found."""
+        """A text for each token, "" for one that is unknown. None if no vocabulary is found."""
         if self._pieces is None:
             self._pieces = _read(self._folder)
         return [self._pieces.get(token, "") for token in token_ids] if self._pieces else None

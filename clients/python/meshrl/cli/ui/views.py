@@ -106,7 +106,7 @@ OF_ONE_START = re.compile(r"(^|\.)(port|session|output_dir|run_id|address|rollou
 
 
 def differences(settings: Sequence[Mapping[str, str]]) -> list[JsonObject]:
-    """The keys by which configurations differ, with the value in each. None where one lacks the key."""
+    """The keys by which configurations differ, with the value in each. None if one lacks the key."""
     keys = sorted({key for one in settings for key in one if not OF_ONE_START.search(key)})
     found = [{"key": key, "values": [one.get(key) for one in settings]} for key in keys]
     return [one for one in found if len(set(one["values"])) > 1]
