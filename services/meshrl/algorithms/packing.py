@@ -52,6 +52,11 @@ class TrainSample:
         found = [int(np.argmax(tokens != 0)) for tokens in terms if tokens is not None and tokens.any()]
         return min(found, default=None)
 
+    def part(self, start: int, stop: int | None = None) -> TrainSample:
+        """The tokens from `start` to before `stop`, with all that is kept a token."""
+        arrays = {name: getattr(self, name) for name in ("token_ids", "loss_mask", "logprobs", *_ARRAYS)}
+        return replace(self, **{name: array[start:stop] for name, array in arrays.items() if array is not None})
+
 
 _WEIGHTS = {"rl_weights": 1.0, "ce_weights": 0.0, "ref_kl_weights": 0.0, "ref_logprobs": 0.0}
 """Of a sample without weights in a row where another has them."""
@@ -160,15 +165,12 @@ def _fit(sample: TrainSample, seq_len: int) -> TrainSample:
     ids, logprobs = sample.ref_top_ids, sample.ref_top_logprobs
     if (None if ids is None else ids.shape) != (None if logprobs is None else logprobs.shape):
         raise ValueError(f"{what}: ref_top_ids and ref_top_logprobs go together, of one shape; give both or neither")
-    weights = {name: getattr(sample, name) for name in _ARRAYS}
-    cut = {name: array[:seq_len].copy() for name, array in weights.items() if array is not None}
-    mask = sample.loss_mask[:seq_len].copy()
-    for tokens in (mask, cut.get("ce_weights"), cut.get("ref_kl_weights")):
-        if tokens is not None:
-            tokens[:1] = 0
-    return replace(
-        sample, token_ids=sample.token_ids[:seq_len], loss_mask=mask, logprobs=sample.logprobs[:seq_len], **cut
-    )
+    cut = sample.part(0, seq_len)
+    terms = ("loss_mask", "ce_weights", "ref_kl_weights")
+    copies = {name: array.copy() for name in terms if (array := getattr(cut, name)) is not None}
+    for tokens in copies.values():
+        tokens[:1] = 0
+    return replace(cut, **copies)
 
 
 def _micro_batch(kept: Sequence[TrainSample], row: Sequence[Bundle], dp_rank: int) -> MicroBatch:
@@ -176,7 +178,7 @@ def _micro_batch(kept: Sequence[TrainSample], row: Sequence[Bundle], dp_rank: in
     starts = accumulate((len(bundle.members) for bundle in row), initial=0)
     roots = [start for start, bundle in zip(starts, row, strict=False) for _ in bundle.members]
     members = [kept[index] for bundle in row for index in bundle.members]
-    samples = [_after(sample, prefix) for sample, prefix in zip(members, prefixes, strict=True)]
+    samples = [sample.part(prefix) for sample, prefix in zip(members, prefixes, strict=True)]
     lengths = [len(sample.token_ids) for sample in samples]
     mask = np.concatenate([sample.loss_mask for sample in samples])
     known = np.concatenate([_has_logprobs(sample) for sample in samples])
@@ -211,19 +213,6 @@ def _has_logprobs(sample: TrainSample) -> NDArray[np.bool_]:
         return sample.loss_mask
     known: NDArray[np.bool_] = sample.loss_mask | (sample.ref_kl_weights != 0)
     return known
-
-
-def _after(sample: TrainSample, prefix: int) -> TrainSample:
-    if not prefix:
-        return sample
-    arrays = {name: array[prefix:] for name in _ARRAYS if (array := getattr(sample, name)) is not None}
-    return replace(
-        sample,
-        token_ids=sample.token_ids[prefix:],
-        loss_mask=sample.loss_mask[prefix:],
-        logprobs=sample.logprobs[prefix:],
-        **arrays,
-    )
 
 
 def _weights(samples: Sequence[TrainSample], name: str) -> NDArray[np.float32] | None:

@@ -13,9 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 from loguru import logger
-from numpy.typing import NDArray
 from opentelemetry import trace
 
 from meshrl.core.metrics.catalogue import Source
@@ -26,7 +24,7 @@ from meshrl.trainer.metrics import rollout_logprobs, step_metrics
 from meshrl.trainer.publishing.publisher import PublishReport
 from meshrl.trainer.ranks.batch_step import BatchStep, Outcome, pass_slices
 from meshrl.trainer.ranks.commands import CommandSender, PassCommand, SaveCommand, SnapshotCommand, TrainCommand
-from meshrl.trainer.runs.steps import SaveRequest, TrainingQueue
+from meshrl.trainer.runs.steps import Done, SaveRequest, TrainingQueue
 from meshrl.trainer.spans import TrainSpan
 from meshrl.training.checkpoints.checkpointer import Checkpointer, CheckpointError
 from meshrl.training.config import CheckpointConfig
@@ -274,12 +272,16 @@ class RunTraining:
             "gather_weights": ended - published_before,
             "step": step.wait_s + ended - step.began,
         }
-        batch = step.batch
-        metrics = self._metrics(batch, result, timings_s, train_s)
-        logprobs = rollout_logprobs(batch, result.tokens.logprobs, step.work.passes)
-        entropies = result.tokens.entropies[spread(len(result.tokens.entropies), MOST_ENTROPIES)]
+        metrics = self._metrics(step.batch, result, timings_s, train_s)
+        done = Done(
+            metrics=metrics,
+            timings_s=timings_s,
+            traceparent=step.span.traceparent,
+            logprobs=rollout_logprobs(step.batch, result.tokens.logprobs, step.work.passes),
+            entropies=result.tokens.entropies[spread(len(result.tokens.entropies), MOST_ENTROPIES)],
+        )
         self._step, self._free_since = None, ended
-        self._start_publication(result.step, captured, metrics, timings_s, step.span, logprobs, entropies)
+        self._start_publication(result.step, captured, step.span, done)
         logger.info(
             "{} | loss {:.4f} | grad norm {:.3f} | mismatch kl {:.2e} | {:.0f} tokens/s | {:.2f} s, wait {:.2f} s",
             f"step {result.step}" if self.own else f"run {self.state.run_id!r}, step {result.step}",
@@ -292,6 +294,43 @@ class RunTraining:
         )
         if self._ckpt is not None and self._ckpt.interval and result.step % self._ckpt.interval == 0:
             self._save_by_schedule(self._ckpt)
+
+    def _start_publication(self, step: int, captured: Captured, span: TrainSpan, done: Done) -> None:
+        """Begins to publish a version; its step is DONE once that is over."""
+        started, tokens = time.perf_counter(), self.checkpointer.progress.tokens
+
+        def announce(published: Future[PublishReport]) -> None:
+            if published.cancelled():  # the event loop is gone, and with it all watchers of this step
+                return
+            publish_s = time.perf_counter() - started
+            error = published.exception()
+            if error is not None:
+                message = f"version {step} could not be published: {error}"
+                if not self.own:  # once it is resumed, it is published again
+                    self._suspend(error.reason if isinstance(error, MeshError) else Reason.INTERNAL, message)
+                    return
+                span.child("publish", publish_s)
+                span.fail(message)
+                self.queue.crashed(message)
+                return
+            self._publish = None
+            span.child("publish", publish_s)
+            span.end()
+            report = published.result()
+            lengths_s = {"publish": publish_s, **{f"publish_{part}": s for part, s in report.parts_s.items()}}
+            measured = CATALOGUE.record(Source.TRAINER, {f"time/{name}": s for name, s in lengths_s.items()})
+            done["metrics"], done["timings_s"] = {**done["metrics"], **measured}, {**done["timings_s"], **lengths_s}
+            done["artifact_id"] = report.artifact_id
+            self.queue.finished(step, tokens=tokens, **done)
+
+        def publish() -> None:
+            self._versions.progress.moved()
+            self._publishing = self._versions.publish(step, captured, span.traceparent)
+            self._publishing.add_done_callback(announce)
+
+        self._published_step = step
+        self._publish = None if self.own else publish  # which holds the weights until they are published
+        publish()
 
     def end(self) -> None:
         """Completes the step at hand, waits for the publication under way and writes the last checkpoint.
@@ -310,58 +349,6 @@ class RunTraining:
             logger.error("run {!r}: {}", self.state.run_id, error)
         if self._ckpt is not None and self.state.step_done != self._saved_step:
             self._save_by_schedule(self._ckpt)
-
-    def _start_publication(
-        self,
-        step: int,
-        captured: Captured,
-        metrics: Mapping[str, float],
-        timings_s: Mapping[str, float],
-        span: TrainSpan,
-        logprobs: Mapping[str, NDArray[np.float32]],
-        entropies: NDArray[np.float32],
-    ) -> None:
-        started, tokens = time.perf_counter(), self.checkpointer.progress.tokens
-
-        def announce(done: Future[PublishReport]) -> None:
-            if done.cancelled():  # the event loop is gone, and with it all watchers of this step
-                return
-            publish_s = time.perf_counter() - started
-            error = done.exception()
-            if error is not None:
-                message = f"version {step} could not be published: {error}"
-                if not self.own:  # once it is resumed, it is published again
-                    self._suspend(error.reason if isinstance(error, MeshError) else Reason.INTERNAL, message)
-                    return
-                span.child("publish", publish_s)
-                span.fail(message)
-                self.queue.crashed(message)
-                return
-            self._publish = None
-            span.child("publish", publish_s)
-            span.end()
-            lengths_s = {"publish": publish_s}
-            lengths_s |= {f"publish_{part}": length_s for part, length_s in done.result().parts_s.items()}
-            published = {f"time/{name}": length_s for name, length_s in lengths_s.items()}
-            self.queue.finished(
-                step,
-                metrics={**metrics, **CATALOGUE.record(Source.TRAINER, published)},
-                timings_s={**timings_s, **lengths_s},
-                traceparent=span.traceparent,
-                logprobs=logprobs,
-                entropies=entropies,
-                tokens=tokens,
-                artifact_id=done.result().artifact_id,
-            )
-
-        def publish() -> None:
-            self._versions.progress.moved()
-            self._publishing = self._versions.publish(step, captured, span.traceparent)
-            self._publishing.add_done_callback(announce)
-
-        self._published_step = step
-        self._publish = None if self.own else publish  # which holds the weights until they are published
-        publish()
 
     def _metrics(
         self, batch: Batch, result: StepResult, timings_s: Mapping[str, float], train_s: float
@@ -409,15 +396,7 @@ class RunTraining:
         )
 
     def _save_by_schedule(self, config: CheckpointConfig) -> None:
-        try:
-            self._save(config)
-        except CheckpointError as error:
-            if self.own:
-                raise
-            self._suspend(Reason.CHECKPOINT_FAILED, f"the checkpoint of step {self.state.step_done}: {error}")
-
-    def _save(self, config: CheckpointConfig) -> None:
-        """A save in the background costs the time to copy the state."""
+        """One in the background costs the time to copy the state."""
         started = time.perf_counter()
         self._commands.send(
             SaveCommand(run_id=self.state.run_id, weights_only=config.weights_only, in_background=config.save_async)
@@ -428,7 +407,13 @@ class RunTraining:
                 self.queue.saved(step)
             logger.info("checkpoint of step {} in {}", step, folder)
 
-        self.checkpointer.save_as(config, durable)
+        try:
+            self.checkpointer.save_as(config, durable)
+        except CheckpointError as error:
+            if self.own:
+                raise
+            self._suspend(Reason.CHECKPOINT_FAILED, f"the checkpoint of step {self.state.step_done}: {error}")
+            return
         self._saved_step = self.state.step_done
         self._save_ckpt_s += time.perf_counter() - started
 

@@ -267,8 +267,8 @@ class Learner:
             if not math.isfinite(grad_norm):
                 raise _not_finite(run, f"gradient norm {grad_norm}")
             zeros, trainable = gradient_zeros(run.parameters)
-        rate = run.learning_rate()
-        passes = list(run.passes)
+        rate, passes = run.learning_rate(), list(run.passes)
+        mismatch, unreplayed = np.sum([made.unreplayed for made in passes], axis=0)
         failure: UpdateError | None = None
         try:
             run.optimizer.step(rate)
@@ -289,7 +289,7 @@ class Learner:
         run.step_done = run.next_step
         return StepResult(
             step=run.step_done,
-            tokens=_joined([made.tokens for made in passes]),
+            tokens=TokenRecord.joined([made.tokens for made in passes]),
             loss=sum(made.loss for made in passes),
             metrics=_added(made.metrics for made in passes),
             grad_norm=grad_norm,
@@ -297,7 +297,7 @@ class Learner:
             lr=rate,
             forward_backward_s=sum(made.seconds for made in passes),
             routing=self._routing.metrics(np.sum([made.router_counts for made in passes], axis=0), self.parallel)
-            | _mismatch_unreplayed(np.sum([made.unreplayed for made in passes], axis=0)),
+            | ({"router_replay_mismatch_kl/mean": float(mismatch / unreplayed)} if unreplayed else {}),
             optimizer_s=time.perf_counter() - started,
         )
 
@@ -436,22 +436,12 @@ def _not_finite(run: RunState, measured: str) -> StepError:
     )
 
 
-def _mismatch_unreplayed(summed: NDArray[np.float64]) -> dict[str, float]:
-    mismatch, tokens = summed
-    return {"router_replay_mismatch_kl/mean": float(mismatch / tokens)} if tokens else {}
-
-
 def _added(parts: Iterable[Mapping[str, SupportsFloat]]) -> dict[str, float]:
     sums: dict[str, float] = {}
     for part in parts:
         for name, value in part.items():
             sums[name] = sums.get(name, 0.0) + float(value)
     return sums
-
-
-def _joined(records: Sequence[TokenRecord]) -> TokenRecord:
-    names = TokenRecord.__dataclass_fields__
-    return TokenRecord(**{name: np.concatenate([getattr(record, name) for record in records]) for name in names})
 
 
 def to_row(micro_batch: MicroBatch, device: torch.device, kernels: Kernels | None = None) -> PackedRow:

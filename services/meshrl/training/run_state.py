@@ -7,7 +7,7 @@ what a checkpoint of the run restores.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -34,6 +34,12 @@ class TokenRecord:
     advantages: NDArray[np.float32]
     masked: NDArray[np.bool_]
     env_index: NDArray[np.int32]
+
+    @classmethod
+    def joined(cls, records: Sequence[TokenRecord]) -> TokenRecord:
+        """The tokens of one record after those of another."""
+        names = cls.__dataclass_fields__
+        return cls(**{name: np.concatenate([getattr(record, name) for record in records]) for name in names})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -31,6 +31,7 @@ from meshrl.versions.version_bytes import VersionBytes, room_for
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import artifact_id as artifact_id_of
 from meshrl.wire.manifest_file import from_json, manifest_path, open_regular, to_json
+from meshrl.wire.saved_steps import step_of
 from meshrl.wire.types import Chunk, Manifest, Transport, VersionKind
 
 SPARE_BYTES = 2**20  # never used by versions: the log needs room to say what becomes of them
@@ -196,7 +197,7 @@ def _delete_files(artifact_id: str, paths: Sequence[Path]) -> None:
             for path in (*of_one, manifest_file):
                 path.unlink(missing_ok=True)
             folder_of_step = manifest_file.parent
-            if folder_of_step.name.startswith("step_") and not any(folder_of_step.iterdir()):
+            if step_of(folder_of_step) is not None and not any(folder_of_step.iterdir()):
                 folder_of_step.rmdir()
         except (OSError, ValueError) as error:  # the version is retired all the same; only disk space is lost
             logger.warning("{} are kept: {}", of_one, error)

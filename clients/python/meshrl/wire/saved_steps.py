@@ -15,11 +15,17 @@ def step_folder(root: Path, step: int) -> Path:
     return root / f"step_{step}"
 
 
+def step_of(folder: Path) -> int | None:
+    """The step of a folder `step_N`; None for any other name."""
+    number = folder.name.removeprefix("step_")
+    return int(number) if number != folder.name and number.isdecimal() else None
+
+
 def steps_in(root: Path, part: str = "") -> list[int]:
     """The steps that have a folder below `root`, in order; with `part`, only if that folder holds `part`: a trainer
     resumes from its own, `trainer`. Folders that are being written or deleted have other names."""
-    names = (folder.name.removeprefix("step_") for folder in root.glob("step_*") if (folder / part).is_dir())
-    return sorted(int(name) for name in names if name.isdecimal())
+    found = (step_of(folder) for folder in root.glob("step_*") if (folder / part).is_dir())
+    return sorted(step for step in found if step is not None)
 
 
 def pin_step(weights: Path, step: int) -> None:

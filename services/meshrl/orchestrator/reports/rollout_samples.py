@@ -25,7 +25,6 @@ from meshrl.core.config.schema import flag
 from meshrl.core.durable import write_file
 from meshrl.orchestrator.config import RolloutSamplesConfig
 from meshrl.orchestrator.work.batches import SubmittedStep
-from meshrl.sampling.groups import RolloutGroup
 from meshrl.wire.trace import parse_traceparent
 from meshrl.wire.types import MicroBatch, Rollout, Sample
 
@@ -82,8 +81,7 @@ def within(lines: Iterable[_Line], max_bytes: int) -> Iterator[bytes]:
 
 def chosen(step: SubmittedStep, config: RolloutSamplesConfig, logprobs: Logprobs) -> Iterator[_Line]:
     """The lines of a step, the most valuable first; each rollout is in one."""
-    groups = _groups(step)
-    for group in groups:
+    for group in step.judged:
         for failure in group.failures:
             yield {
                 "picked": "failed", "step": step.step, "rollout_id": failure.rollout_id, "group_id": failure.group_id,
@@ -96,14 +94,10 @@ def chosen(step: SubmittedStep, config: RolloutSamplesConfig, logprobs: Logprobs
         yield {"picked": why, "step": step.step, "advantage": advantage, **_line(rollout, found)}
 
 
-def _groups(step: SubmittedStep) -> list[RolloutGroup]:
-    return [*step.groups, *step.tally.discarded]
-
-
 def picked(step: SubmittedStep, config: RolloutSamplesConfig) -> Iterator[tuple[str, Rollout]]:
     """The rollouts of a step to be read, and why; the same at each call."""
     by_environment: dict[str, list[Rollout]] = defaultdict(list)
-    for group in _groups(step):
+    for group in step.judged:
         for rollout in group.rollouts:
             by_environment[rollout.environment].append(rollout)
     for why in ("worst", "best", "random"):

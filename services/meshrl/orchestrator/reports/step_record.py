@@ -44,7 +44,7 @@ def step_metrics(
 ) -> Metrics:
     """The orchestrator's data about one step; `seconds` is the wall time since the step before ended."""
     groups, tally = submitted.groups, submitted.tally
-    judged = [*groups, *tally.discarded]
+    judged = submitted.judged
     return (
         rollout_metrics(judged)
         | staleness_metrics(groups, step=submitted.step, law=law)

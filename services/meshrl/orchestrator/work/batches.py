@@ -88,6 +88,11 @@ class SubmittedStep:
     tally: StepTally
 
     @property
+    def judged(self) -> list[RolloutGroup]:
+        """Its groups, and those that were discarded while it was gathered."""
+        return [*self.groups, *self.tally.discarded]
+
+    @property
     def lost(self) -> tuple[str, ...]:
         """Rollouts of the batch of which nothing else is kept: their payload in the ledger is damaged."""
         known = {rollout.rollout_id for group in self.groups for rollout in group.kept} | self.assembled.untrainable
@@ -152,23 +157,25 @@ def _train_sample(
     rollout: Rollout, sample: Sample, streams: SampleStreams, *, room: int, env_index: Mapping[str, int], group: str
 ) -> TrainSample:
     """A sample with its terms, cut to `room` tokens; without an advantage none of its tokens is of the rl term."""
-    names = ("ce_weights", "ref_kl_weights", "ref_logprobs", "ref_top_ids", "ref_top_logprobs")
-    weights = {name: getattr(streams, name) for name in names}
-    mask = sample.loss_mask[:room]
-    return TrainSample(
-        token_ids=sample.token_ids[:room],
-        loss_mask=np.zeros_like(mask) if streams.advantage is None else mask,
-        logprobs=sample.logprobs[:room],
+    whole = TrainSample(
+        token_ids=sample.token_ids,
+        loss_mask=np.zeros_like(sample.loss_mask) if streams.advantage is None else sample.loss_mask,
+        logprobs=sample.logprobs,
         advantage=streams.advantage or 0.0,
         temperature=sample.temperature,
         env_index=env_index[rollout.environment],
         rollout_id=rollout.rollout_id,
         traceparent=rollout.traceparent,
+        ce_weights=streams.ce_weights,
+        ref_kl_weights=streams.ref_kl_weights,
+        ref_logprobs=streams.ref_logprobs,
+        ref_top_ids=streams.ref_top_ids,
+        ref_top_logprobs=streams.ref_top_logprobs,
+        routed_experts=sample.routed_experts,
         ref_kl_sampled=True,
         group=group,
-        routed_experts=None if sample.routed_experts is None else sample.routed_experts[:room],
-        **{name: None if array is None else array[:room] for name, array in weights.items()},
     )
+    return whole.part(0, room)
 
 
 def at_fault(error: MeshError, submitted: SubmittedStep, *, vocab_size: int | None) -> frozenset[str]:

@@ -133,16 +133,13 @@ class TaskSchedule:
         self._follow_mixture = follow_mixture
 
     def next_task(self) -> TaskRef:
-        stream = self._lagging()
-        return TaskRef(environment=stream.source.environment, index=stream.next_index())
-
-    def _lagging(self) -> _Stream:
         fresh = [stream.drawn - stream.before for stream in self._streams]
         counted = [one - stream.given_back for one, stream in zip(fresh, self._streams, strict=True)]
         most = MOST_DRAWS * (sum(fresh) + 1)
         open_to = [place for place, share in enumerate(self._shares) if fresh[place] < most * share]
         total = sum(counted) + 1
-        return self._streams[max(open_to, key=lambda place: self._shares[place] * total - counted[place])]
+        stream = self._streams[max(open_to, key=lambda place: self._shares[place] * total - counted[place])]
+        return TaskRef(environment=stream.source.environment, index=stream.next_index())
 
     def give_back(self, environment: str) -> None:
         """A group of this environment came to nothing: dropped whole, failed or too old."""
