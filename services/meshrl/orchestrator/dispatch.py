@@ -119,6 +119,11 @@ class Dispatcher:
 
     async def _sample(self, ticket: GroupTicket) -> None:
         run = self._run
+
+        def on_event(event: RolloutEvent) -> None:
+            run.journal.record_event(ticket, event)
+            run.slots.note()
+
         with trace.use_span(run.traces.span(ticket.for_step)):
             taught = ticket.task.environment in self._settings.taught
             sampler = self._teacher if taught else self._sampler
@@ -127,7 +132,7 @@ class Dispatcher:
                 sampling=self._settings.sampling[ticket.task.environment],
                 traceparent=run.traces.traceparent(ticket.for_step),
                 problems_of=self._problems_of,
-                on_event=lambda event: self._on_event(ticket, event),
+                on_event=on_event,
                 is_wanted=lambda: ticket.group_id not in self._cancelled,
             )
         if self._lengths is not None:
@@ -150,10 +155,6 @@ class Dispatcher:
                 f" {flag('filters.zero_signal', off=True)}"
             )
         self.dispatch()
-
-    def _on_event(self, ticket: GroupTicket, event: RolloutEvent) -> None:
-        self._run.journal.record_event(ticket, event)
-        self._run.slots.note()
 
     def _problems_of(self, rollout: Rollout) -> Problems:
         if self._run.journal.is_open(rollout.rollout_id):

@@ -7,7 +7,6 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
-from typing import Any
 
 from opentelemetry.trace import Tracer
 
@@ -81,8 +80,10 @@ class RolloutClient(ServiceClient):
         try:
             while summary is None:
                 try:
-                    async with aclosing(self._events(asked, ends_s - loop.time())) as stream:
-                        async for response in stream:
+                    message, left_s = convert.to_proto(asked), ends_s - loop.time()
+                    stream = self._stream(self._stub.RunRollouts, "RunRollouts", message, left_s, with_span=True)
+                    async with aclosing(stream) as responses:
+                        async for response in responses:
                             lost_s, seq = ends_s, response.seq
                             event = reader.read(response)
                             if isinstance(event, RolloutSummary):
@@ -111,10 +112,6 @@ class RolloutClient(ServiceClient):
                 ending.add_done_callback(self._ending.discard)
             raise
         yield summary
-
-    def _events(self, request: RolloutRequest, deadline_s: float) -> AsyncGenerator[Any, None]:
-        message = convert.to_proto(request)
-        return self._stream(self._stub.RunRollouts, "RunRollouts", message, deadline_s, with_span=True)
 
     async def _end_group(self, group_id: str) -> None:
         """If that fails, the server ends it after its linger_s."""

@@ -74,12 +74,12 @@ class CheckpointList:
             with suppress(FileNotFoundError):  # it is deleted at this moment
                 if known is None and (folder / PART).stat().st_mtime >= saving_since - COARSE_S:
                     continue  # its request, which is listed, has yet to learn of it
-                found.append(_on_disk(known or self._made_by_itself(step, folder), folder))
+                made_by_itself = Checkpoint(
+                    run_id=self._run_id, step=step, state=CheckpointState.DURABLE, path=str(folder)
+                )
+                found.append(_on_disk(known or made_by_itself, folder))
         found += (checkpoint for checkpoint in asked.values() if Path(checkpoint.path).exists())
         return sorted(found, key=lambda checkpoint: (checkpoint.step, _begun(checkpoint)), reverse=True)
-
-    def _made_by_itself(self, step: int, folder: Path) -> Checkpoint:
-        return Checkpoint(run_id=self._run_id, step=step, state=CheckpointState.DURABLE, path=str(folder))
 
 
 def _begun(checkpoint: Checkpoint) -> float:
