@@ -15,6 +15,8 @@ from meshrl.client import WeightSyncClient
 from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.models.state import hf_state
 from meshrl.versions.transports import broadcast
+from meshrl.versions.transports.base import Answer
+from meshrl.versions.transports.rows import SetBase
 from meshrl.versions.uploads import Peers, Uploader
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Manifest, Transport, VersionKind, capabilities
@@ -189,6 +191,22 @@ async def test_versions_go_in_full_where_a_delta_is_not_taken_or_not_faster(
         trainer(model, hub, anchor_every=64) as training,
     ):
         assert [await step(training, hub, version, served) for version in range(3)] == [FULL] * 3
+
+
+async def test_version_that_a_rank_did_not_keep_is_published_and_the_next_one_leaves_in_full(
+    model: str, hub: str
+) -> None:
+    async with serving_engine(model, hub) as served, trainer(model, hub, anchor_every=64) as training:
+        carry_out, failures = training.share.carry_out, [1]
+
+        def fails_once(call: Any) -> Answer:
+            if isinstance(call, SetBase) and call.version in failures:
+                raise MeshError(Reason.DEADLINE_PASSED, "this rank has no version 1")
+            return carry_out(call)
+
+        training.share.carry_out = fails_once  # type: ignore[method-assign]  # a rank that is late
+        kinds = [await step(training, hub, version, served) for version in range(4)]
+        assert kinds == [FULL, DELTA, FULL, DELTA]
 
 
 async def test_two_ranks_broadcast_the_deltas_of_their_rows(model: str, hub: str) -> None:

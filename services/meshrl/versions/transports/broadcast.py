@@ -329,8 +329,7 @@ class BroadcastTransport:
                 self._is_fast = in_full.payload_bytes > FAST_LINK * parts_s["wire"]
             self._warm = self._group.generation
         if self._rule is not None and self._takes_deltas and not self._is_fast:
-            self._rule.delivered(manifest, in_full)
-            await self._call(SetBase(version=version))
+            await self._keep(self._rule, manifest, in_full)
             parts_s["keep"] = time.monotonic() - ended_s
         pace_s = self._watch_s if self._delivered_s is None else ended_s - self._delivered_s
         self._delivered_s = ended_s
@@ -384,6 +383,17 @@ class BroadcastTransport:
             for offset, each, answer in zip(offsets, found, answers, strict=False)
         )
         return delta_manifest(base, in_full, chunks)
+
+    async def _keep(self, rule: DeltaRule, manifest: Manifest, in_full: Manifest) -> None:
+        """Has the ranks keep the version, which has been delivered, as the base of the next one."""
+        try:
+            await self._call(SetBase(version=in_full.version))
+        except MeshError as error:
+            if error.reason not in _PASSING:
+                raise
+            logger.warning("the next version leaves in full, since version {} was not kept: {}", in_full.version, error)
+        else:
+            rule.delivered(manifest, in_full)
 
     async def _call(self, call: PublishCall) -> list[Answer]:
         self.progress.moved()
