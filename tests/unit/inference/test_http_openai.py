@@ -95,3 +95,12 @@ async def test_text_ends_at_the_tokenizers_end_of_text_where_the_models_is_anoth
     assert (choice["token_ids"], choice["finish_reason"], choice["stop_reason"]) == ([0], "stop", None)
     (choice,) = (await post(client, path, {**body, "ignore_eos": True}))[1]["choices"]
     assert (choice["token_ids"], choice["finish_reason"]) == ([0] * 4, "length")
+
+
+async def test_no_alternatives_are_the_sampled_tokens_alone(serve: Start) -> None:
+    """logprobs 0, as vLLM and OpenAI answer it."""
+    client = await serve()
+    body = {"prompt": "a", "max_tokens": 3, "ignore_eos": True, "logprobs": 0}
+    logprobs = (await post(client, "/v1/completions", body))[1]["choices"][0]["logprobs"]
+    sampled = zip(logprobs["tokens"], logprobs["token_logprobs"], strict=True)
+    assert logprobs["top_logprobs"] == [{token: logprob} for token, logprob in sampled]

@@ -281,13 +281,11 @@ class _Answer:
         for token_id in token_ids:
             offsets.append(choice.offset)
             choice.offset += len(choice.offsets.push([token_id]))
-        tops = None
-        if tokens.top_ids is not None:
-            tops = [
-                {self._name(token_id): said(each) for token_id, each in ranked}
-                | {name: logprob}  # the one that was sampled, which may not be among the likeliest
-                for ranked, name, logprob in zip(tokens.alternatives, names, logprobs, strict=True)
-            ]
+        tops = [
+            {self._name(token_id): said(each) for token_id, each in ranked}
+            | {name: logprob}  # the one that was sampled, which may not be among the likeliest
+            for ranked, name, logprob in zip(tokens.alternatives, names, logprobs, strict=True)
+        ]
         return {
             "tokens": names,
             "token_logprobs": logprobs,
