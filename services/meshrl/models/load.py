@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from loguru import logger
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -81,13 +82,14 @@ def load_model(config: ModelConfig, *, dtype: torch.dtype | None = None) -> PreT
 def empty_model(config: ModelConfig, *, dtype: torch.dtype) -> PreTrainedModel:
     """The model without storage (on the meta device), with its generation config. Raises ModelError."""
     model_config = model_shape(config)
-    with torch.device("meta"), meta_device_safe_creation_ops():
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            model_config,
-            dtype=dtype,
-            attn_implementation=_runnable(config, model_config),
-            trust_remote_code=config.trust_remote_code,
-        )
+    attention = _runnable(config, model_config)
+    try:
+        with torch.device("meta"), meta_device_safe_creation_ops():
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                model_config, dtype=dtype, attn_implementation=attention, trust_remote_code=config.trust_remote_code
+            )
+    except (KeyError, TypeError, AttributeError) as error:  # of a value that transformers did not check
+        raise ModelError(f"model.name {config.name!r}: its config.json makes no model: {error!r}; mend it") from error
     keep_float32(model)
     try:
         model.generation_config = GenerationConfig.from_pretrained(config.name)
@@ -173,7 +175,7 @@ def _from_pretrained(
     try:
         return auto_class.from_pretrained(source.name, trust_remote_code=source.trust_remote_code)
     # A missing, broken or unknown model, one that needs a package, or a hub that does not answer.
-    except (OSError, ValueError, ImportError, NO_ANSWER) as error:
+    except (OSError, ValueError, ImportError, KeyError, TypeError, AttributeError, NO_ANSWER) as error:
         kind, why = ("folder", str(error)) if is_folder else (HUB_NAME, f"{told(error)}; {ADVICE}")
         raise ModelError(
             f"cannot load {auto_class.__name__} from model.name {source.name!r}, taken as a {kind}: {why}"
@@ -181,9 +183,16 @@ def _from_pretrained(
 
 
 def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    """The tokens that end a completion, from the generation config, else the model config."""
-    for source in (model.generation_config, model.config.get_text_config()):
-        ids: int | list[int] | None = getattr(source, "eos_token_id", None)
-        if ids is not None:
-            return (ids,) if isinstance(ids, int) else tuple(ids)
+    """The tokens that end a completion, from the generation config, else the model config; those that the model does
+    not have are left out. Raises ModelError for what is no token id."""
+    config = model.config.get_text_config()
+    for source in (model.generation_config, config):
+        found = getattr(source, "eos_token_id", None)
+        if found is not None:
+            ids = found if isinstance(found, list | tuple) else [found]
+            if not all(isinstance(each, int) for each in ids):
+                raise ModelError(f"eos_token_id of {type(source).__name__} must be token ids, got {found!r}; mend it")
+            if unknown := [each for each in ids if not 0 <= each < config.vocab_size]:
+                logger.warning("eos_token_id {} is left out: the model has {} tokens", unknown, config.vocab_size)
+            return tuple(each for each in ids if each not in unknown)
     return ()

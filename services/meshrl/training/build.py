@@ -12,7 +12,7 @@ from torch import nn
 
 from meshrl.models.adapters import AdapterScale, AdapterSet
 from meshrl.models.families import learned_positions
-from meshrl.models.load import empty_model, fill_at_random, fill_model, resolve_dtype
+from meshrl.models.load import DTYPES, ModelError, empty_model, fill_at_random, fill_model, resolve_dtype
 from meshrl.models.logprobs import LOGITS_CPU, LOGITS_GPU, PackedPolicy
 from meshrl.models.lora import coverage, make_set, prepare_lora, reset_lora
 from meshrl.models.shares import TensorShare
@@ -42,6 +42,11 @@ def build_learner(
     and ValueError for settings that do not fit the model or the group.
     """
     compute_dtype = resolve_dtype(config)
+    if compute_dtype not in DTYPES.values():
+        raise ModelError(
+            f"model.name {config.name!r} is stored in {str(compute_dtype).removeprefix('torch.')}, in which gradients"
+            " underflow; set model.dtype to bfloat16, for its engines as well"
+        )
     on_gpu = parallel.device.type == "cuda"
     # Master weights are float32, since small updates drown in bfloat16; weights that adapters leave alone need none.
     stored_dtype = torch.float32 if config.lora is None else compute_dtype

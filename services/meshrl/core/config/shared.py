@@ -83,7 +83,8 @@ class ModelConfig(BaseConfig):
     """Folder with a Hugging Face model, or its name on the Hugging Face hub."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Numbers to compute in; auto is float32 on a CPU, else the checkpoint's own, or bfloat16 for a float32 one."""
+    """Numbers to compute in; auto is float32 on a CPU, else the checkpoint's own, or bfloat16 for a float32 one. In
+    float16 nothing is trained."""
 
     device: str = "auto"
     """Torch device; auto takes a GPU if the machine has one."""
