@@ -41,8 +41,6 @@ from meshrl.launch.preflight.findings import Finding, Plan, error
 from meshrl.launch.submission import submit_run
 from meshrl.launch.supervise import Grace, Program, Supervisor
 from meshrl.orchestrator.config import OrchestratorConfig
-from meshrl.orchestrator.main import main as orchestrator_main
-from meshrl.orchestrator.main import start as start_orchestrator
 from meshrl.prime_rl import PrimeRLKeys
 from meshrl.trainer.config import TrainerConfig
 from meshrl.weights.config import WeightsConfig
@@ -289,10 +287,14 @@ def main() -> None:
     code = 0
     try:
         if "--mesh" in sys.argv[1:] and not has_sections(sys.argv[1:]):
+            from meshrl.orchestrator.main import main as orchestrator_main  # imports all that a run's loop needs
+
             orchestrator_main()
             return
         config = load_config(RLConfig, prog=_NAME, spellings=PrimeRLKeys(RLConfig))
         if config.mesh is not None:
+            from meshrl.orchestrator.main import start as start_orchestrator  # the same
+
             start_orchestrator(joined(config))
             return
         keep_to(config.readable_by, config.output_dir)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from meshrl.launch.compose import Part
-from meshrl.launch.config import RLConfig
+if TYPE_CHECKING:  # the process of `plugins` does without them
+    from meshrl.launch.compose import Part
+    from meshrl.launch.config import RLConfig
 
 Severity = Literal["error", "warning", "note"]
 """An error stops the run; a warning costs something that the user may miss; a note is good to know."""
