@@ -7,7 +7,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from engine_mesh import MAX_MODEL_LEN, MODEL_NAME, EngineClient, EngineMesh
+from engine_mesh import MAX_MODEL_LEN, MODEL_NAME, EngineClient, EngineKind, EngineMesh
 
 GENERATE, CHAT, TEXT = "/inference/v1/generate", "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "abc"}]
@@ -64,6 +64,19 @@ async def refused(client: EngineClient, path: str, body: Any, match: str) -> Non
 @pytest.mark.parametrize(("sampling", "match"), SAMPLING.values(), ids=SAMPLING.keys())
 async def test_sampling_parameter_out_of_range(client: EngineClient, sampling: dict[str, Any], match: str) -> None:
     await refused(client, GENERATE, {"token_ids": [1, 2], "sampling_params": sampling}, match)
+
+
+async def test_a_temperature_that_vllm_would_raise_is_refused_by_it(
+    client: EngineClient, engine_kind: EngineKind
+) -> None:
+    body = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 1, "temperature": 0.005}}
+    if engine_kind.name == "vllm":
+        await refused(client, GENERATE, body, "temperature 0.005 would be 0.01 in vLLM")
+    else:
+        assert (await client.post(GENERATE, body)).status == 200
+    for exact in (0.0, 0.01):
+        body["sampling_params"]["temperature"] = exact
+        assert (await client.post(GENERATE, body)).status == 200
 
 
 @pytest.mark.parametrize(("prompt", "match"), PROMPTS.values(), ids=PROMPTS.keys())

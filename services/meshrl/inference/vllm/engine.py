@@ -58,6 +58,7 @@ OPEN_DEADLINE_S = 1800.0  # a checkpoint may be read once more
 STAGE_DEADLINE_S = 600.0
 RECEIVE_STALL_S = 30.0
 SLEEP_DEADLINE_S = 180.0
+LEAST_TEMPERATURE = 0.01  # vLLM raises any lower one but 0 to it
 
 
 class VllmEngine(Engine):
@@ -188,6 +189,12 @@ class VllmEngine(Engine):
                 Reason.NOT_SUPPORTED,
                 "vLLM reports one kind of logprobs, those sampled from; leave raw_logprobs out, or sample at "
                 "temperature 1 without cuts, penalties and biases, where both are the same",
+            )
+        if not sampling.greedy and sampling.temperature < LEAST_TEMPERATURE:
+            raise MeshError(
+                Reason.INVALID_REQUEST,
+                f"temperature {sampling.temperature:g} would be {LEAST_TEMPERATURE} in vLLM; send at least"
+                f" {LEAST_TEMPERATURE}, or 0 for the likeliest tokens",
             )
         with self._in_flight.one():  # from here on it does not fall asleep
             try:
