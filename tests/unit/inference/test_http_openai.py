@@ -73,6 +73,7 @@ def test_text_streams_hold_back_half_characters_and_half_stop_strings() -> None:
         ({"stop": ""}, "stop: an empty text"),
         ({"stop": ["b", ""]}, "stop: an empty text"),
         ({"min_tokens": 3, "max_tokens": 2}, "min_tokens: 3 is more than max_tokens, which is 2"),
+        ({"min_tokens": 3, "max_tokens": None, "max_completion_tokens": 2}, "min_tokens: 3 is more than max_tokens"),
         ({"stream_options": {"include_usage": True}}, "stream_options: is for streams alone"),
     ],
 )

@@ -107,11 +107,16 @@ class SamplingFields(RequestBody):
         found = refusals(self.other_keys, n=self.n)
         if "" in self.stop_strings:
             found.append("stop: an empty text ends every completion before its first token; leave it out")
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            found.append(f"min_tokens: {self.min_tokens} is more than max_tokens, which is {self.max_tokens}; lower it")
+        most = self.most_tokens
+        if most is not None and self.min_tokens > most:
+            found.append(f"min_tokens: {self.min_tokens} is more than max_tokens, which is {most}; lower it")
         if found:
             raise ValueError("; ".join(found))
         return self
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_tokens
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -127,7 +132,7 @@ class SamplingFields(RequestBody):
         raw_logprobs = bool((self.extra_args or {}).get("raw_logprobs"))
         return SamplingParams(
             **{name: getattr(self, name) for name in _AS_THEY_ARE},
-            max_tokens=self.max_tokens or most,
+            max_tokens=self.most_tokens or most,
             top_k=max(self.top_k, 0),
             stop_token_ids=tuple(self.stop_token_ids),
             seed=None if self.seed is None else (self.seed + index * _SEED_STRIDE) % 2**64,

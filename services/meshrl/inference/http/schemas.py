@@ -29,6 +29,10 @@ class _TextBody(SamplingFields):
     response_format: JsonValue = None
     structured_outputs: JsonValue = None
 
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_tokens or self.max_completion_tokens
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
@@ -37,7 +41,6 @@ class _TextBody(SamplingFields):
             raise ValueError("prompt_logprobs is answered by /inference/v1/generate only; leave it out here")
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: is for streams alone; send stream true, or leave it out")
-        self.max_tokens = self.max_tokens or self.max_completion_tokens
         refuse_constraints(self.response_format, self.structured_outputs)
         return self
 
