@@ -119,6 +119,41 @@ async def test_a_chart_zooms_shows_values_and_opens_the_step_of_a_point(page: tu
     await tab.until("location.hash.startsWith('#/0/timeline?step=')")
 
 
+async def test_an_engine_missed_no_version_from_before_it_came_or_after_another_took_its_place(
+    page: tuple[Tab, str], run_path: Path
+) -> None:
+    tab, address = page
+    add_version(run_path, 10, {"e2": 0.1})  # a resumed run's engine; e0 and e1 are gone
+    await tab.open(f"{address}#/0/weights")
+    cells = (
+        "[...document.querySelector('svg.rails').closest('table').tBodies[0].rows]"
+        ".map(row => [...row.cells].slice(-3).map(cell => cell.innerText))"
+    )
+    await tab.until(f"{cells}.length == 4")
+    assert await tab.ask(cells) == [
+        ["-", "-", "125 ms"],
+        ["125 ms", "not taken", "-"],
+        ["125 ms", "125 ms", "-"],
+        ["125 ms", "125 ms, 2.5 s after the first", "-"],
+    ]
+
+
+async def test_a_failed_rollout_of_a_long_named_environment_is_read_without_scrolling(
+    page: tuple[Tab, str], run_path: Path
+) -> None:
+    tab, address = page
+    failed = {
+        "picked": "failed", "step": 10, "rollout_id": "failed-10", "group_id": "group-10", "task_key": "key",
+        "environment": "reasoning_gym:leg_counting", "agent": "", "reason": "ENVIRONMENT_FAILED", "message": "no",
+    }  # fmt: skip
+    with zstandard.open(run_path / "rollouts/step_10.jsonl.zst", "wt", encoding="utf-8") as file:
+        file.write(json.dumps(failed) + "\n" + json.dumps(rollout(10, "best", 1.0, "good 10")) + "\n")
+    await tab.open(f"{address}#/0/rollouts?step=10&id=failed-10")
+    await tab.until(f"{TEXT}.includes('ENVIRONMENT_FAILED: no')")
+    assert "undefined" not in await tab.ask(TEXT)
+    assert await tab.ask("(list => list.scrollWidth - list.clientWidth)(document.querySelector('.two .scroll'))") == 0
+
+
 async def test_the_axis_of_a_share_that_is_0_throughout_ends_at_1(page: tuple[Tab, str], run_path: Path) -> None:
     tab, address = page
     with (run_path / "metrics.jsonl").open("a") as file:

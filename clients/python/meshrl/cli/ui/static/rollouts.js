@@ -81,7 +81,7 @@ function drawRollout(box, rollout, now, choose, place, step) {
   const parts = Object.entries(rollout.reward_parts ?? {}).map(([name, value]) => `${name} ${number(value)}`).join(", ");
   box.append(
     element("h2", {}, `${rollout.environment}: reward ${number(rollout.reward)}${parts ? ` (${parts})` : ""}, advantage ${number(rollout.advantage)}`),
-    element("p", { class: "none" }, `rollout ${rollout.rollout_id} of step ${step}, trace ${rollout.trace_id}`),
+    element("p", { class: "none" }, `rollout ${rollout.rollout_id} of step ${step}${rollout.trace_id ? `, trace ${rollout.trace_id}` : ""}`),
   );
   if (!rollout.samples) {
     box.append(element("p", { class: "error" }, `${rollout.reason}: ${rollout.message}`));

@@ -18,7 +18,7 @@ export async function drawTimeline(box, { run, query, go, open }) {
       element("button", { onclick: () => go({ step: Math.min(last, found.step + 1) }) }, "later"),
       element("button", { onclick: () => open("rollouts", { step: found.step }) }, "its rollouts"),
       element("button", { onclick: () => open("weights", { version: found.step }) }, "who serves its version"),
-      element("span", {}, `${number(found.seconds)} s${found.left_out ? `; ${found.left_out} shorter spans are left out` : ""}`)),
+      element("span", {}, `${number(found.seconds)} s from its first group to its end${found.left_out ? `; ${found.left_out} shorter spans are left out` : ""}`)),
     ...lanes(found),
   );
 }

@@ -32,18 +32,24 @@ export async function drawWeights(box, { run, query, open }) {
 export function versions({ versions, engines }, rows, wanted, open) {
   const runs = [...new Set(versions.map((one) => one.run_id ?? ""))].sort();
   const serves = (one, engine) => rows.some(({ figures, version }) => figures.engine_id === engine && (figures.serves?.[one.run_id] ?? version) === one.version);
+  // When each engine took its first and its last version; one that another came after was gone by then.
+  const stays = Object.fromEntries(engines.map((engine) => [engine, versions.filter((one) => one.engines[engine]).map((one) => one.sealed)]));
+  const first = (engine) => Math.min(...stays[engine]);
+  const last = (engine) => Math.max(...stays[engine]);
+  const absent = (one, engine) => one.sealed < first(engine) || engines.some((other) => first(other) > last(engine) && one.sealed >= first(other));
   const columns = [
     ["", (one) => rails(versions, one, runs)], ["version", (one) => one.version, "number"], ...(runs.length > 1 ? [["run", (one) => one.run_id]] : []),
     ["kind", (one) => (one.kind === "delta" ? `delta of ${one.base}` : one.kind === "adapter" ? "adapter" : "full")],
     ["MB", (one) => number(one.bytes / 1e6), "number"], ["of its weights", (one) => (one.full_bytes ? `${number((100 * one.bytes) / one.full_bytes, 2)}%` : "-"), "number"],
     ["by", (one) => one.transport], ["lag, s", (one) => number(one.lag), "number"],
-    ...engines.map((engine) => [`pause at ${engine}`, (one) => taken(one.engines[engine], serves(one, engine))]),
+    ...engines.map((engine) => [`pause at ${engine}`, (one) => taken(one.engines[engine], serves(one, engine), absent(one, engine))]),
   ];
   const chosen = (one) => String(one.version) === wanted;
   return table(columns, versions, { chosen, open: open && ((one) => open("timeline", { step: one.version })) });
 }
 
-function taken(cell, serves) {
+function taken(cell, serves, absent) {
+  if (!cell && absent) return "-";
   const words = cell ? `${number(cell.pause * 1e3, 1)} ms${cell.after > 0.01 ? `, ${number(cell.after, 2)} s after the first` : ""}` : "not taken";
   return element("span", { class: `took ${!cell ? "missed" : cell.after > 1 ? "late" : ""}` }, words, ...(serves ? [element("b", {}, " serves now")] : []));
 }
