@@ -73,6 +73,12 @@ def test_a_flag_beats_the_runs_of_a_file_and_may_name_one(tmp_path: Path) -> Non
     assert parts["orchestrator_long"].config.batch_size == 64
 
 
+def test_the_shared_length_of_a_sequence_reaches_each_run(tmp_path: Path) -> None:
+    config = mesh(tmp_path, text="seq_len = 1024\n" + MESH.replace("seq_len = 4096\n", ""))
+    assert [run.seq_len for run in config.runs] == [1024, 1024]
+    assert mesh(tmp_path, "--seq-len", "512", "--runs.1.seq-len", "256").runs[1].seq_len == 256
+
+
 def test_a_key_of_a_lower_file_reaches_the_runs_of_a_higher_one(tmp_path: Path) -> None:
     below = tmp_path / "below.toml"
     below.write_text("max_steps = 7\nseed = 3\n")

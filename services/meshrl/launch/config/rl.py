@@ -72,9 +72,12 @@ class RLConfig(BaseConfig):
     """The model, for trainer, inference and rollout."""
 
     seq_len: Annotated[
-        int | None, HandedTo(("trainer.seq_len", "orchestrator.seq_len", "rollout.seq_len", "inference.max_model_len"))
+        int | None,
+        HandedTo(
+            ("trainer.seq_len", "orchestrator.seq_len", "rollout.seq_len", "inference.max_model_len", "runs.*.seq_len")
+        ),
     ] = Field(default=None, ge=2)
-    """Longest sequence in tokens, for trainer, orchestrator, rollout and (as max_model_len) inference."""
+    """Longest sequence in tokens, for trainer, orchestrator, `runs`, rollout and (as max_model_len) inference."""
 
     show_rows: Annotated[int | None, HandedTo(("rollout.show_rows",))] = Field(default=None, ge=0, le=64)
     """First prompts that each worker of rollout logs, for rollout."""
