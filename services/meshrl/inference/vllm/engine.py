@@ -39,6 +39,7 @@ from meshrl.inference.engine import (
     TokenChunk,
 )
 from meshrl.inference.sleep import Sleeper
+from meshrl.inference.vllm.adapter_parts import parts_of
 from meshrl.inference.vllm.adapters import AdapterStore
 from meshrl.inference.vllm.calls import RPC_DEADLINE_S, EngineCalls
 from meshrl.inference.vllm.installed import VllmError, client_errors, kv_tokens_of
@@ -323,7 +324,8 @@ class VllmEngine(Engine):
         except MeshError as error:
             logger.warning("{} is loaded at once, and other requests wait meanwhile: {}", request.lora_name, error)
             try:
-                await self._calls.rpc("meshrl_drop_adapter", number)
+                while await self._calls.rpc("meshrl_drop_adapter", number):
+                    pass
                 await self._calls.core(self._llm.add_lora(request))
             except BaseException:  # whatever it was, nothing names the folder
                 store.remove(number)
@@ -336,17 +338,22 @@ class VllmEngine(Engine):
     async def _load_parts(self, request: LoRARequest) -> None:
         """Loads an adapter a part at a time; the engine makes a step between two of them."""
         began_s = time.monotonic()
-        parts = await self._calls.rpc("meshrl_open_adapter", request.lora_int_id, request.lora_path)
-        took_s = [await self._calls.rpc("meshrl_load_adapter", request.lora_int_id, part) for part in range(parts)]
+        parts = await asyncio.to_thread(parts_of, Path(request.lora_path))
+        await self._calls.rpc("meshrl_open_adapter", request.lora_int_id, request.lora_path)
+        took_s = [
+            await self._calls.rpc("meshrl_load_adapter", request.lora_int_id, part, number == len(parts))
+            for number, part in enumerate(parts, 1)
+        ]
         logger.info(
             "adapter {} is loaded, {} parts between steps in {:.2f} s, of {:.1f} ms at most",
-            request.lora_name, parts, time.monotonic() - began_s, 1e3 * max(took_s),
+            request.lora_name, len(parts), time.monotonic() - began_s, 1e3 * max(took_s),
         )  # fmt: skip
 
     def _unload(self, adapter: ServedAdapter[LoRARequest]) -> None:
         async def unload() -> None:
             try:
-                await self._calls.rpc("meshrl_drop_adapter", adapter.number)
+                while await self._calls.rpc("meshrl_drop_adapter", adapter.number):
+                    pass  # the engine makes a step
             except MeshError as error:  # the engine is ending, or vLLM has dropped it by itself
                 logger.debug("{} was not unloaded: {}", adapter.name, error)
             if self._store is not None:

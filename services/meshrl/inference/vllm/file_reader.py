@@ -50,7 +50,7 @@ class PortionReader:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             with ThreadPoolExecutor(READERS) as readers:
-                for turn, entries in enumerate(_portions(_entries(fd, path))):
+                for turn, entries in enumerate(_portions(stored_tensors(fd, path))):
                     start, end = entries[0].start, entries[-1].end
                     host = self._buffer(turn % 2, end - start)
                     _read(readers, fd, start, host, path)
@@ -85,8 +85,11 @@ class PortionReader:
         return flat
 
 
-def _entries(fd: int, path: Path) -> list[StoredTensor]:
-    """The tensors of a file in the order of their bytes (safetensors README, "Format")."""
+def stored_tensors(fd: int, path: Path) -> list[StoredTensor]:
+    """The tensors of a file in the order of their bytes (safetensors README, "Format").
+
+    Raises ValueError for a file that is no safetensors file.
+    """
     (header_bytes,) = struct.unpack("<Q", os.pread(fd, 8, 0).ljust(8, b"\0"))
     if not 0 < header_bytes <= os.fstat(fd).st_size - 8:
         raise ValueError(f"{path} is not a safetensors file")

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from meshrl.core.config.shared import ModelConfig
 from meshrl.inference.sizing import GIB
-from meshrl.inference.vllm.adapter_parts import AdapterParts
+from meshrl.inference.vllm.adapter_parts import AdapterParts, AdapterRest, Part
 from meshrl.inference.vllm.file_reader import Named, PortionReader
 from meshrl.inference.vllm.jobs import Job, JobOutcome
 from meshrl.inference.vllm.layers.routers import register
@@ -63,6 +63,7 @@ class WeightsExtension:
         self._meshrl_receiver: Receiver | None = None
         self._meshrl_staged: int | None = None
         self._meshrl_loading: dict[int, AdapterParts] = {}
+        self._meshrl_dropped: dict[int, AdapterRest] = {}
         self._meshrl_placement: WeightPlacement | None = None
         self._meshrl_tracer: PlacementTracer | None = None
         self._meshrl_loaded: WorkerShadow | None = None  # what vLLM has loaded a version into
@@ -90,25 +91,31 @@ class WeightsExtension:
         shadow = type(self._meshrl_shadow).__name__
         return {"shadow": shadow, "device": device, "phases": self._meshrl_phases}
 
-    def meshrl_open_adapter(self, number: int, folder: str) -> int:
-        """Begins to load an adapter under this number, which no other has; returns how many parts it has."""
+    def meshrl_open_adapter(self, number: int, folder: str) -> bool:
+        """Begins to load an adapter under this number, which no other has."""
         manager = self._meshrl_worker.model_runner.lora_manager
         self._meshrl_loading[number] = AdapterParts(manager, number, Path(folder), self._meshrl_device())
-        return len(self._meshrl_loading[number])
+        return True
 
-    def meshrl_load_adapter(self, number: int, part: int) -> float:
+    def meshrl_load_adapter(self, number: int, part: Part, last: bool) -> float:
         """Loads a part of an adapter that was opened; vLLM has it with the last one. Returns the seconds it took."""
-        began_s, parts = time.perf_counter(), self._meshrl_loading[number]
-        parts.load(part)
-        if part == len(parts) - 1:
+        began_s = time.perf_counter()
+        self._meshrl_loading[number].load(part, last=last)
+        if last:
             del self._meshrl_loading[number]
         return time.perf_counter() - began_s
 
-    def meshrl_drop_adapter(self, number: int) -> bool:
-        """Forgets an adapter that was opened, or that vLLM has."""
-        self._meshrl_loading.pop(number, None)
-        self._meshrl_worker.model_runner.lora_manager.remove_adapter(number)
-        return True
+    def meshrl_drop_adapter(self, number: int) -> int:
+        """Forgets an adapter that was opened, or that vLLM has; returns how many of its layers are not yet freed. The
+        next call frees some more."""
+        if (loading := self._meshrl_loading.pop(number, None)) is not None:
+            loading.close()
+        if number not in self._meshrl_dropped:
+            self._meshrl_dropped[number] = AdapterRest(self._meshrl_worker.model_runner.lora_manager, number)
+        left = self._meshrl_dropped[number].free()
+        if not left:
+            del self._meshrl_dropped[number]
+        return left
 
     def meshrl_stage(self, version: int, files: Sequence[str]) -> None:
         shadow = self._meshrl_ready_shadow()
