@@ -31,6 +31,7 @@ def test_killed_programs_come_back_and_every_rollout_is_trained_once(start_run: 
         os.kill(run.pid(victim), signal.SIGKILL)
     assert run.finish(deadline_s=360.0) == 0, run.console.read_text()
     assert run.log("rl").count("starting it again") == 4
+    assert "programs start " in run.log("rl")
     report = audit(run.output_dir)
     assert report.violations == ()
     assert (report.first_step, report.last_step, report.ended) == (1, 14, "run_ended")

@@ -23,6 +23,7 @@ from meshrl.core.program import run
 from meshrl.core.run_folder import empty_folder, holds_a_run, writing_to
 from meshrl.core.telemetry.log_folder import begin_attempt, log_place
 from meshrl.core.telemetry.logs import setup_logging
+from meshrl.core.telemetry.start import Start
 from meshrl.core.torch_environment import VISIBLE_GPUS
 from meshrl.diagnosis.outcome import slower_half
 from meshrl.inference.config import InferenceConfig
@@ -104,7 +105,7 @@ def newest_checkpoint(output_dir: Path, *, since_s: float) -> int | None:
     return None
 
 
-def launch(config: RLConfig) -> int:
+def launch(config: RLConfig, start: Start) -> int:
     """Starts a run and watches over it. Returns the exit code. Raises ConfigError before anything is started, and
     NodeLostError."""
     layout = Layout(config.output_dir)
@@ -119,7 +120,8 @@ def launch(config: RLConfig) -> int:
                 config, spread = spread_over(config, nodes)
             keyed = with_engine_key(config, os.environ)
             os.environ.update(config.tls.files().variables())  # the checks and the programs show the same
-            parts, findings = checked(keyed, ports, spread=spread)
+            with start.phase("checks"):
+                parts, findings = checked(keyed, ports, spread=spread)
             if config.clean_output_dir and not config.dry_run:
                 empty_folder(config.output_dir, keep=[Path(config.trainer.model.name)])
             kept = config.model_copy(update={"clean_output_dir": False, "dry_run": False})  # neither is of a run
@@ -137,7 +139,7 @@ def launch(config: RLConfig) -> int:
                     copy_to_nodes(nodes[1:], [layout.config(part.name) for part in parts])
                     link_logs(layout)
                     started = on_nodes(started, spread, layout, ports)
-                return _supervise(config, parts, started, lock, findings, used=used)
+                return _supervise(config, parts, started, lock, findings, start, used=used)
             outcome = f"resolved files are in {layout.configs}"
     except FolderInUseError as error:
         if not config.dry_run:
@@ -205,11 +207,13 @@ def _supervise(
     started: Sequence[Program],
     lock: FolderLock,
     findings: Sequence[Finding],
+    start: Start,
     *,
     used: bool,
 ) -> int:
     layout = Layout(config.output_dir)
     setup_logging(_NAME, config.log.level, log_place(layout, f"{_NAME}.log"), json_logging=config.log.json_logging)
+    start.log("programs start", time.time())
     if used:
         logger.warning(
             "{} holds an earlier run and is used again; --clean-output-dir empties it, --ckpt.resume-step continues it",
@@ -284,14 +288,15 @@ def _show(text: str) -> None:
 
 def main() -> None:
     """Console script `rl`. With --mesh FOLDER it is the orchestrator of one more run in a mesh that runs."""
-    code = 0
+    code, start = 0, Start()
     try:
         if "--mesh" in sys.argv[1:] and not has_sections(sys.argv[1:]):
             from meshrl.orchestrator.main import main as orchestrator_main  # imports all that a run's loop needs
 
             orchestrator_main()
             return
-        config = load_config(RLConfig, prog=_NAME, spellings=PrimeRLKeys(RLConfig))
+        with start.phase("configuration"):
+            config = load_config(RLConfig, prog=_NAME, spellings=PrimeRLKeys(RLConfig))
         if config.mesh is not None:
             from meshrl.orchestrator.main import start as start_orchestrator  # the same
 
@@ -299,7 +304,7 @@ def main() -> None:
             return
         keep_to(config.readable_by, config.output_dir)
         if config.slurm is None:
-            code = launch(config)
+            code = launch(config, start)
         else:
             _show(submit_run(config, config.slurm))
     except ConfigError as error:

@@ -8,6 +8,7 @@ import pytest
 
 from meshrl.core.config import load_config
 from meshrl.core.paths import Layout
+from meshrl.core.telemetry.start import Start
 from meshrl.launch.config import RLConfig
 from meshrl.launch.main import launch, programs
 from run_config import parts_of, refusal
@@ -100,7 +101,7 @@ def test_a_run_beside_the_trainers_own_and_a_mesh_without_any(tmp_path: Path) ->
 
 def test_the_folder_of_a_run_has_its_configuration_and_its_log_lines_its_name(tmp_path: Path) -> None:
     config = mesh(tmp_path, "--dry-run", "--no-preflight")
-    assert launch(config) == 0
+    assert launch(config, Start()) == 0
     assert (tmp_path / "out" / "run_short" / "configs" / "orchestrator.toml").exists()
     started = {each.name: each for each in programs(tuple(parts_of(config).values()), Layout(config.output_dir))}
     assert {name for name, program in started.items() if program.leader} == {"orchestrator_short", "orchestrator_long"}

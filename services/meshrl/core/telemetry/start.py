@@ -48,11 +48,15 @@ class Start:
             )
             inside.end(_ns(phase.ended_s))
         span.end(_ns(ended_s))
+        self.log("ready", ended_s)
+
+    def log(self, what: str, ended_s: float) -> None:
+        """`what` has come at that time of time.time(): one line with all phases."""
         listed = ", ".join(
             f"{phase.name} {phase.began_s - self.began_s:.1f} to {phase.ended_s - self.began_s:.1f}"
             for phase in sorted(self.phases, key=lambda phase: phase.began_s)
         )
-        logger.info("ready {:.1f} s after its process began: {}", ended_s - self.began_s, listed)
+        logger.info("{} {:.1f} s after its process began: {}", what, ended_s - self.began_s, listed)
 
 
 def start_of(tracer: Tracer) -> Start:
