@@ -131,7 +131,12 @@ async def lead(args: argparse.Namespace, parts: Any) -> list[dict[str, float]]:
     options = PublishOptions(
         model=TrainerModelConfig(name=args.shape),
         broadcast=WeightBroadcastConfig(
-            type=args.transport, address=args.hub, bucket_mib=args.bucket_mib, deltas=args.deltas[0], probe_tokens=0
+            type=args.transport,
+            address=args.hub,
+            bucket_mib=args.bucket_mib,
+            deltas=args.deltas[0],
+            probe_tokens=0,
+            host=args.host,
         ),
         output_dir=Path(args.output_dir),
         hub_deadline_s=240.0,
@@ -356,6 +361,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     for hidden in ("--shape", "--transport", "--hub", "--output-dir"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
+    parser.add_argument("--host", default="127.0.0.1", help=argparse.SUPPRESS)
     parser.add_argument("--epoch", type=int, default=1, help=argparse.SUPPRESS)
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
