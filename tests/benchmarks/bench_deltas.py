@@ -358,7 +358,7 @@ class Trainer:
         began_s = time.perf_counter()
         whole = PublishPlan(tensors=tuple(self.plan), collective=CollectivePlan(num_senders=1, bucket_bytes=2**28))
         reuse = self.share.release_snapshot()
-        snapshot = take_snapshot(whole, own, 0, device, reuse=reuse, with_digests=False)
+        snapshot = take_snapshot(whole, own, 0, device, reuse=reuse)
         wait(device)
         seconds = {"snapshot": time.perf_counter() - began_s}
         self.share.held.put(self.version, snapshot)

@@ -62,7 +62,7 @@ from meshrl.wire.types import ActivationPolicy
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPES = Path(__file__).parent / "shapes"
-PARTS = ("snapshot", "digest", "encode", "write", "group", "stage", "seal", "wire", "keep")
+PARTS = ("snapshot", "encode", "write", "group", "stage", "seal", "wire", "keep")
 STEPS = ("take_s", "group_s", "encode_s", "write_s", "stage_s", "seal_s", "prepare_s", "activate_s")
 MADE = {
     "tiny": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "vocab_size": 4096},

@@ -188,7 +188,7 @@ class Training:
         own = own_rows(model, torch.bfloat16, sender=plan.rank % plan.num_senders, num_senders=plan.num_senders)
         flat = np.zeros(0, np.uint8)
         if plan.rank < plan.num_senders:
-            snapshot = take_snapshot(outline, own, plan.rank, torch.device("cpu"), with_digests=False)
+            snapshot = take_snapshot(outline, own, plan.rank, torch.device("cpu"))
             flat = snapshot.flat.cpu().numpy()
         flats = self.parallel.gather(flat)
         whole = whole_snapshot(gather_state(model, torch.bfloat16, keep=plan.leads))

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from meshrl.versions.collective.digest import sum128
 from meshrl.versions.collective.plan import PublishPlan
 from meshrl.versions.layout import TORCH_DTYPES, dtype_name
 from meshrl.wire.errors import MeshError, Reason
@@ -29,15 +28,13 @@ from meshrl.wire.types import TensorEntry, VersionProbe
 class Snapshot:
     """One sender's share of a version: its rows of each tensor, cast, in one buffer on the device.
 
-    `flat` (sender's bytes,) uint8 has the sender's pieces of the plan, in the order in which they are sent. `digests`
-    (T, 2) int64 are those of its own pieces, on the same device, where they were asked for: summed over the senders
-    they are the tensors'. `ready` is the event after which a GPU has made the copy; None on a CPU.
+    `flat` (sender's bytes,) uint8 has the sender's pieces of the plan, in the order in which they are sent. `ready` is
+    the event after which a GPU has made the copy; None on a CPU.
     """
 
     plan: PublishPlan
     sender: int
     flat: torch.Tensor
-    digests: torch.Tensor | None
     ready: torch.cuda.Event | None
 
     @property
@@ -100,13 +97,11 @@ class Captured:
     """What a capture gives to rank 0's publisher.
 
     `gathered`: all weights by name, where rank 0 gathers them; they must not change until they are published. Else each
-    sender rank holds its own snapshot. `digests` (T, 2) int64 are the tensors' sums over all senders, for a broadcast;
-    `parts_s`: seconds by part of the capture (snapshot, digest). `probe` waits for what the model computes with these
-    weights, to go with the version.
+    sender rank holds its own snapshot. `parts_s`: seconds by part of the capture. `probe` waits for what the model
+    computes with these weights, to go with the version.
     """
 
     gathered: Mapping[str, torch.Tensor] | None = None
-    digests: NDArray[np.int64] | None = None
     parts_s: Mapping[str, float] = field(default_factory=dict)
     probe: Callable[[], VersionProbe] | None = None
 
@@ -118,10 +113,8 @@ def take_snapshot(
     sender: int,
     device: torch.device,
     reuse: torch.Tensor | None = None,
-    *,
-    with_digests: bool = True,
 ) -> Snapshot:
-    """Casts this sender's rows (`shards`, by name, any floating-point type) into a flat buffer, and digests them.
+    """Casts this sender's rows (`shards`, by name, any floating-point type) into a flat buffer.
 
     A tensor of which the sender has no rows may be missing in `shards`. `reuse` is the buffer of an earlier snapshot
     that is not read any more. Raises ValueError if the rows are not those of the plan.
@@ -129,7 +122,6 @@ def take_snapshot(
     num_bytes = plan.sender_bytes(sender)
     fits = reuse is not None and reuse.numel() == num_bytes and reuse.device == device
     flat = reuse if fits and reuse is not None else torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    digests = torch.zeros((len(plan.tensors), 2), dtype=torch.int64, device=device) if with_digests else None
     for piece in plan.pieces(sender):
         entry = plan.tensors[piece.tensor]
         target, source = flat[piece.place].view(TORCH_DTYPES[entry.dtype]), shards[entry.name].detach()
@@ -138,13 +130,11 @@ def take_snapshot(
             expected = target.numel() // rows if rows else 0
             raise ValueError(f"sender {sender} has {tuple(source.shape)} of {entry.name}, expected {expected} rows")
         target.copy_(source.reshape(-1))
-        if digests is not None:
-            digests[piece.tensor] = sum128(target, piece.start // 2)
     ready = None
     if device.type == "cuda":
         ready = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no types for it
         ready.record(torch.cuda.current_stream(device))
-    return Snapshot(plan=plan, sender=sender, flat=flat, digests=digests, ready=ready)
+    return Snapshot(plan=plan, sender=sender, flat=flat, ready=ready)
 
 
 def whole_snapshot(state: Mapping[str, torch.Tensor], reuse: torch.Tensor | None = None) -> Snapshot:
@@ -152,7 +142,7 @@ def whole_snapshot(state: Mapping[str, torch.Tensor], reuse: torch.Tensor | None
     ValueError for a type that the contract lacks."""
     tensors = plan_tensors((name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in state.items())
     plan = PublishPlan(tensors=tensors)
-    return take_snapshot(plan, state, 0, torch.device("cpu"), reuse=reuse, with_digests=False)
+    return take_snapshot(plan, state, 0, torch.device("cpu"), reuse=reuse)
 
 
 S = TypeVar("S")

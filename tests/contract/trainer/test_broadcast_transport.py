@@ -51,7 +51,7 @@ async def test_engine_that_comes_late_gets_the_newest_version_and_is_in_the_next
     async with serving_engine(model, hub, "e0") as first, trainer(model, hub) as training:
         report = await training.publish(0)
         assert report.parts_s["wire"] > 0
-        assert set(report.parts_s) == {"snapshot", "digest", "group", "stage", "seal", "wire"}
+        assert set(report.parts_s) == {"snapshot", "group", "encode", "stage", "seal", "wire"}
         await activate(hub, 0)
         async with serving_engine(model, hub, "late") as late:
             await polling.until(lambda: late.engine.version == 0)

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import Any
 
 import torch
 
 from meshrl.inference.engine import CollectiveSupport
 from meshrl.trainer.publishing.publisher import Publisher
 from meshrl.versions.collective.broadcasting import Receiver
-from meshrl.versions.collective.communicator import open_store
+from meshrl.versions.collective.communicator import open_store, reach_store
 from meshrl.versions.collective.plan import PublishPlan, rows_of
 from meshrl.versions.placement import WeightPlacement, check_parts
 from meshrl.versions.snapshot import Captured, take_snapshot
-from meshrl.versions.transports.base import Answer, VersionLine
+from meshrl.versions.transports.base import VersionLine
 from meshrl.versions.transports.broadcast import BroadcastShare, BroadcastTransport
-from meshrl.versions.transports.rank_calls import RankCalls
+from meshrl.versions.transports.rank_calls import RankCalls, RankCallThread
 from meshrl.wire.manifest import plan_tensors
 from meshrl.wire.types import CollectivePlan, JoinGroup, Manifest
 from placed_engine import PlacedRank, State, placement_of, state_of
@@ -88,19 +86,6 @@ class Divided(MemoryEngine):
         return True
 
 
-class BothShares:
-    """The shares of two ranks as one, carried out side by side."""
-
-    def __init__(self, shares: list[BroadcastShare]) -> None:
-        self.calls, self.progress = BroadcastShare.calls, shares[0].progress
-        self._shares, self._threads = shares, ThreadPoolExecutor(len(shares))
-
-    def carry_out(self, call: Any) -> Answer:
-        for answer in self._threads.map(lambda share: share.carry_out(call), self._shares):
-            assert not answer
-        return {}
-
-
 class TwoSenders:
     """A trainer of two ranks that have each half of the rows of every tensor."""
 
@@ -116,21 +101,18 @@ class TwoSenders:
             )
             for sender in range(2)
         ]
-        line, calls = VersionLine(run_id="run", epoch=1), RankCalls(BothShares(self.shares), None, num_ranks=1)
+        RankCallThread(self.shares[1], reach_store(address, deadline_s=DEADLINE_S), rank=1)
+        line, calls = VersionLine(run_id="run", epoch=1), RankCalls(self.shares[0], self.store, num_ranks=2)
         client = mesh.client()
         transport = BroadcastTransport(line, calls, self.shares[0], self.plan, client, self.store, watch_s=0.1)
         self.publisher = Publisher(client, transport)
 
     async def publish(self, version: int, state: State) -> bool:
         """Returns whether it was scattered."""
-        lanes = torch.zeros((len(self.plan.tensors), 2), dtype=torch.int64)
         for sender, share in enumerate(self.shares):
             rows = {name: tensor[slice(*rows_of(len(tensor), sender, 2))] for name, tensor in state.items()}
-            snapshot = take_snapshot(self.plan, rows, sender, CPU)
-            assert snapshot.digests is not None
-            lanes += snapshot.digests
-            share.held.put(version, snapshot)
-        await self.publisher.publish(version, Captured(digests=lanes.numpy()))
+            share.held.put(version, take_snapshot(self.plan, rows, sender, CPU))
+        await self.publisher.publish(version, Captured())
         return self.shares[0].scatters
 
 

@@ -53,7 +53,7 @@ def test_every_transport_is_given_the_same_bytes_and_later_steps_change_none(tmp
         made = snapshotter(model, transport, tmp_path, in_shares=True)
         captured = made.capture(1)
         assert made.share is not None
-        assert (captured.gathered, captured.digests is None) == (None, transport == "filesystem")
+        assert captured.gathered is None
         found.append(made.share.held.get(1, deadline_s=0.0))
     with torch.no_grad():
         for parameter in model.parameters():

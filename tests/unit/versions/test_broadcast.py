@@ -130,8 +130,6 @@ def test_receivers_get_the_senders_tensors_to_the_bit(num_senders: int, num_rece
     for _ in range(2):  # buffers are used again
         shards = [shards_of(state, tensors, plan, sender) for sender in range(num_senders)]
         snapshots = [take_snapshot(shared(tensors, plan), shards[sender], sender, CPU) for sender in range(num_senders)]
-        total = torch.stack([snapshot.digests for snapshot in snapshots]).sum(0)
-        assert [digest_bytes(lanes) for lanes in total] == [entry.digest for entry in tensors]
         submit = group.threads.submit
         got: list[dict[str, torch.Tensor]] = [{} for _ in receivers]
         work: list[Future[Any]] = [

@@ -92,7 +92,6 @@ class Ranks:
                 rank,
                 torch.device("cpu"),
                 reuse=reuse,
-                with_digests=False,
             )
             share.held.put(version, snapshot)
         return await self.transport.prepare(version, Captured())

@@ -151,26 +151,11 @@ class Snapshotter:
         reuse = self.share.release_snapshot()
         senders = self._parallel.plan.num_senders
         own = own_rows(self._model, self._dtype, sender=self._parallel.rank % senders, num_senders=senders)
-        broadcast = isinstance(self.share, BroadcastShare)
-        lanes = torch.zeros((len(self.plan.tensors), 2), dtype=torch.int64)
         if self._is_sender:
-            snapshot = take_snapshot(
-                self.plan,
-                own,
-                self._parallel.rank,
-                self._parallel.device if broadcast else next(iter(own.values())).device,
-                reuse=reuse,
-                with_digests=broadcast,
-            )
-            if snapshot.digests is not None:
-                lanes = snapshot.digests.cpu()  # which waits for the device: later steps may change the weights
-            self.share.held.put(version, snapshot)
-        taken_s = time.perf_counter()
-        if not broadcast:
-            return Captured(parts_s={"snapshot": taken_s - began_s})
-        digests = self._parallel.sum(lanes.numpy())
-        parts_s = {"snapshot": taken_s - began_s, "digest": time.perf_counter() - taken_s}
-        return Captured(digests=digests, parts_s=parts_s)
+            broadcast = isinstance(self.share, BroadcastShare)
+            device = self._parallel.device if broadcast else next(iter(own.values())).device
+            self.share.held.put(version, take_snapshot(self.plan, own, self._parallel.rank, device, reuse=reuse))
+        return Captured(parts_s={"snapshot": time.perf_counter() - began_s})
 
 
 def open_snapshotter(settings: PublicationSettings, learner: Learner, run: RunState, dtype: torch.dtype) -> Snapshotter:

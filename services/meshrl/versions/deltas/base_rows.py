@@ -61,13 +61,11 @@ class BaseRows:
             old, new = self._base.numpy(), snapshot.flat.numpy()
             pairs = encode(rows, old, new, self._threads, self._progress.moved, sparse=sparse)
             self.pieces = [packed for _, packed in pairs]
-            if snapshot.digests is None:
-                edits = edits_of([found for found, _ in pairs], rows, old, new)
-                take = lambda at: old[rows.place(at)]  # noqa: E731  # it has one use
-                self.lanes = lanes_after(snapshot.tensors, self._base_lanes, take, edits, self._threads)
+            edits = edits_of([found for found, _ in pairs], rows, old, new)
+            take = lambda at: old[rows.place(at)]  # noqa: E731  # it has one use
+            self.lanes = lanes_after(snapshot.tensors, self._base_lanes, take, edits, self._threads)
         else:
-            if snapshot.digests is None:
-                self.lanes = self._digests(snapshot)
+            self.lanes = self._digests(snapshot)
             if has_base:
                 assert self._base is not None, "there is a base"
                 try:

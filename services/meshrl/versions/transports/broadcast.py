@@ -20,7 +20,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import TypeVar
 
 import numpy as np
@@ -33,7 +32,6 @@ from meshrl.client import WeightSyncClient
 from meshrl.client.backoff import Backoff
 from meshrl.versions.collective.broadcasting import Receiver, Sender
 from meshrl.versions.collective.communicator import reach_store
-from meshrl.versions.collective.digest import digest_bytes
 from meshrl.versions.collective.plan import PublishPlan
 from meshrl.versions.collective.scatter import have_offered, scatter_offers
 from meshrl.versions.deltas.base_rows import BaseRows
@@ -43,7 +41,7 @@ from meshrl.versions.progress import Progress
 from meshrl.versions.snapshot import Captured, HeldSnapshot, HostCopies, SideStream, Snapshot
 from meshrl.versions.transports.base import Answer, Prepared, PublishCall, VersionCall, VersionLine
 from meshrl.versions.transports.rank_calls import RankCalls
-from meshrl.versions.transports.rows import EncodeRows, SetBase
+from meshrl.versions.transports.rows import EncodeRows, SetBase, digested, encoded, pays
 from meshrl.versions.uploads import TODAY, Peers, Uploader
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import DEFAULT_CHUNK_BYTES, chunks_of, delta_manifest, digest
@@ -139,13 +137,9 @@ class BroadcastShare:
         return {}
 
     def _encode(self, snapshot: Snapshot, call: EncodeRows) -> Answer:
-        size, changed = self._base.encode(snapshot, call.base, sparse=call.sparse)
-        stream = write_stream(self._base.pieces)
+        answer, stream = encoded(self._base, snapshot, call), write_stream(self._base.pieces)
         self._delta = (call.version, stream)
-        return {
-            "bytes": {"delta": str(size), "changed": str(changed), "stream": str(len(stream))},
-            "digests": {"stream": digest(stream.data).hex()},
-        }
+        return {**answer, "stream": {"length": str(len(stream)), "digest": digest(stream.data).hex()}}
 
     def _send(self, snapshot: Snapshot, call: SendVersion) -> None:
         group = self._group
@@ -287,7 +281,6 @@ class BroadcastTransport:
     async def prepare(self, version: int, captured: Captured, peers: Peers = TODAY) -> Prepared:
         """Makes sure that there is a group of all engines. Raises also a defect in bringing them the last version, and
         NOT_SUPPORTED for a hub that would drop the order of the senders' rows."""
-        assert captured.digests is not None, "a broadcast is of what the sender ranks hold"
         if self._plan.collective.reordered_tensors and capabilities.ROW_ORDER not in peers.hub:
             raise MeshError(
                 Reason.NOT_SUPPORTED,
@@ -297,22 +290,14 @@ class BroadcastTransport:
             )
         await self._end_late()
         self._hub = peers.hub
-        lanes = torch.from_numpy(captured.digests)
-        tensors = tuple(
-            replace(tensor, digest=digest_bytes(lanes[index])) for index, tensor in enumerate(self._plan.tensors)
-        )
-        in_full = self._line.manifest(version, Transport.NCCL, tensors, collective=self._plan.collective)
         began_s = time.monotonic()
         await self._open_group()
-        parts_s = {"group": time.monotonic() - began_s}
-        if self._manifest is None or in_full != self._in_full:  # else the hub may have it already
-            base = await self._base_of(in_full)
-            self._in_full = self._manifest = in_full
-            if base is not None:
-                began_s = time.monotonic()
-                self._manifest = await self._delta(base, in_full) or in_full
-                parts_s["encode"] = time.monotonic() - began_s
-        return Prepared(manifest=self._manifest, parts_s=parts_s)
+        opened_s = time.monotonic()
+        if self._manifest is None or self._manifest.version != version:  # else the hub may have it already
+            await self._encode(version)
+        assert self._manifest is not None, "it was encoded"
+        encode_s = time.monotonic() - opened_s
+        return Prepared(manifest=self._manifest, parts_s={"group": opened_s - began_s, "encode": encode_s})
 
     async def deliver(self, version: int) -> Mapping[str, float]:
         """Sends a sealed version to the engines in the group; the ranks keep it, to make the next one's delta from."""
@@ -347,7 +332,23 @@ class BroadcastTransport:
 
     # --- deltas -----------------------------------------------------------------------------------
 
-    async def _base_of(self, in_full: Manifest) -> Manifest | None:
+    async def _encode(self, version: int) -> None:
+        """Has the ranks digest a version, and encode what changed in it where a delta is wanted."""
+        base = await self._base_of(version)
+        answers = await self._call(EncodeRows(version=version, base=None if base is None else base.version))
+        tensors, plan = digested(self._plan.tensors, answers), self._plan.collective
+        self._in_full = in_full = self._line.manifest(version, Transport.NCCL, tensors, collective=plan)
+        chunks, offset = [], 0
+        for answer in answers:
+            length = int(answer["stream"]["length"])
+            chunks.append(ChunkEntry(offset=offset, length=length, digest=bytes.fromhex(answer["stream"]["digest"])))
+            offset += length
+        fits = max(chunk.length for chunk in chunks) <= MOST_DELTA_BYTES
+        self._manifest, rule = in_full, self._rule
+        if base is not None and rule is not None and fits and pays(rule, version, answers, in_full.num_bytes):
+            self._manifest = delta_manifest(base, in_full, tuple(chunks))
+
+    async def _base_of(self, version: int) -> Manifest | None:
         """The version from which a delta is wanted: the one before, where every engine of the group serves it."""
         rule, group, self._takes_deltas = self._rule, self._group, False
         if rule is None or group is None or capabilities.BROADCAST_DELTAS not in self._hub:
@@ -356,33 +357,14 @@ class BroadcastTransport:
         members = [engine for member in group.members if (engine := engines.get(member.engine_id)) is not None]
         able = [engine for engine in members if capabilities.BROADCAST_DELTAS in engine.capabilities]
         self._takes_deltas = len(able) == len(group.members)
-        base = rule.base_of(in_full.version, in_full.tensors)
+        base = rule.base_of(version, self._plan.tensors)
         if base is None or self._is_fast or not self._takes_deltas:
             return None
         if behind := [engine.engine_id for engine in able if engine.serving_version != base.version]:
             text = "version {} leaves in full: engines {} do not serve version {}"
-            logger.info(text, in_full.version, behind, base.version)
+            logger.info(text, version, behind, base.version)
             return None
         return base
-
-    async def _delta(self, base: Manifest, in_full: Manifest) -> Manifest | None:
-        """The version as a delta, of which each rank holds its part; None where that would not pay."""
-        assert self._rule is not None, "there are deltas"
-        answers = await self._call(EncodeRows(version=in_full.version, base=base.version))
-        found = [{name: int(size) for name, size in answer["bytes"].items()} for answer in answers]
-        if not self._rule.pays(
-            in_full.version,
-            delta_bytes=sum(each["delta"] for each in found),
-            changed_bytes=sum(each["changed"] for each in found),
-            num_bytes=in_full.num_bytes,
-        ) or any(each["stream"] > MOST_DELTA_BYTES for each in found):
-            return None
-        offsets = accumulate((each["stream"] for each in found), initial=0)
-        chunks = tuple(
-            ChunkEntry(offset=offset, length=each["stream"], digest=bytes.fromhex(answer["digests"]["stream"]))
-            for offset, each, answer in zip(offsets, found, answers, strict=False)
-        )
-        return delta_manifest(base, in_full, chunks)
 
     async def _keep(self, rule: DeltaRule, manifest: Manifest, in_full: Manifest) -> None:
         """Has the ranks keep the version, which has been delivered, as the base of the next one."""

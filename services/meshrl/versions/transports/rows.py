@@ -117,7 +117,7 @@ class RowShare(ABC):
         with self._side.reading(snapshot):
             match call:
                 case EncodeRows():
-                    return self._encode(snapshot, call)
+                    return encoded(self.base, snapshot, call)
                 case WriteDelta():
                     if self.share:
                         self.delta_path(self.share).write_bytes(write_stream(self.base.pieces).data)
@@ -142,12 +142,26 @@ class RowShare(ABC):
         """The tensors of a version that this rank holds, without digests."""
         return self.held.get(version, deadline_s=self.deadline_s).tensors
 
-    def _encode(self, snapshot: Snapshot, call: EncodeRows) -> Answer:
-        size, changed = self.base.encode(snapshot, call.base, sparse=call.sparse)
-        return {
-            "bytes": {"delta": str(size), "changed": str(changed)},
-            "digests": {"lanes": self.base.lanes.astype("<u8").tobytes().hex()},
-        }
+
+def encoded(base: BaseRows, snapshot: Snapshot, call: EncodeRows) -> Answer:
+    """What a share answers to the call, which it carries out."""
+    size, changed = base.encode(snapshot, call.base, sparse=call.sparse)
+    lanes = base.lanes.astype("<u8").tobytes().hex()
+    return {"bytes": {"delta": str(size), "changed": str(changed)}, "digests": {"lanes": lanes}}
+
+
+def digested(tensors: Sequence[TensorEntry], answers: Sequence[Answer]) -> tuple[TensorEntry, ...]:
+    """The tensors with their digests, of what all shares have answered."""
+    lanes = np.zeros((len(tensors), 2), dtype=np.uint64)
+    for answer in answers:
+        lanes += np.frombuffer(bytes.fromhex(answer["digests"]["lanes"]), dtype="<u8").reshape(-1, 2)
+    return with_lanes(tensors, lanes)
+
+
+def pays(rule: DeltaRule, version: int, answers: Sequence[Answer], num_bytes: int) -> bool:
+    """Whether what all shares have encoded of a version of `num_bytes` leaves as a delta."""
+    delta, changed = (sum(int(answer["bytes"][name]) for answer in answers) for name in ("delta", "changed"))
+    return rule.pays(version, delta_bytes=delta, changed_bytes=changed, num_bytes=num_bytes)
 
 
 ShareT = TypeVar("ShareT", bound=RowShare)
@@ -247,16 +261,9 @@ class RowTransport(ABC, Generic[ShareT]):
     def _encode(self, rule: DeltaRule, version: int, base: Manifest | None, *, sparse: bool) -> bool:
         call = EncodeRows(version=version, base=None if base is None else base.version, sparse=sparse)
         answers = self._ranks.call(call, stall_s=self._stall_s)
-        lanes = np.zeros((len(self._tensors), 2), dtype=np.uint64)
-        for answer in answers:
-            lanes += np.frombuffer(bytes.fromhex(answer["digests"]["lanes"]), dtype="<u8").reshape(-1, 2)
-        self._digested = with_lanes(self._tensors, lanes)
-        return base is not None and rule.pays(
-            version,
-            delta_bytes=_total(answers, "delta"),
-            changed_bytes=_total(answers, "changed"),
-            num_bytes=sum(tensor.num_bytes for tensor in self._tensors),
-        )
+        self._digested = digested(self._tensors, answers)
+        num_bytes = sum(tensor.num_bytes for tensor in self._tensors)
+        return base is not None and pays(rule, version, answers, num_bytes)
 
     def _delta(self, version: int, base: Manifest) -> tuple[Manifest, NDArray[np.uint8]]:
         parts = [self._share.base.pieces]
@@ -281,7 +288,3 @@ class RowTransport(ABC, Generic[ShareT]):
         for found in self._threads.map(digest, spans):
             self.progress.moved()
             yield found
-
-
-def _total(answers: Sequence[Answer], name: str) -> int:
-    return sum(int(answer["bytes"][name]) for answer in answers)
