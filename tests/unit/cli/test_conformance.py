@@ -29,8 +29,12 @@ def test_every_rule_has_one_check() -> None:
 
 def test_the_contract_lists_every_capability_with_the_services_that_have_it() -> None:
     listed = THREE_CELLS.findall(CONTRACT.read_text().partition("\n## Conformance\n")[0])
-    services = {"RolloutService": capabilities.ROLLOUT, "TrainerService": capabilities.TRAINER}
-    services |= {"WeightSync": capabilities.HUB, "agents of engines": capabilities.ENGINE}
+    services: dict[str, tuple[str, ...]] = {
+        "RolloutService": capabilities.ROLLOUT,
+        "TrainerService": capabilities.TRAINER,
+        "WeightSync": capabilities.HUB,
+        "agents of engines": (*capabilities.ENGINE, capabilities.BROADCAST_DELTAS),
+    }
     expected = {
         name: {service for service, names in services.items() if name in names} for name in chain(*services.values())
     }
