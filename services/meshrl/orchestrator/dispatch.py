@@ -141,9 +141,8 @@ class Dispatcher:
         run.journal.close_group(group, cancelled_for=DropReason.STALE.value if too_old else "rollout_service")
         run.slots.note()
         await self._lost.judge(group)
-        await self._scorer.score(
-            [[one for one in group.rollouts if math.isfinite(one.reward)]]
-        )  # the step finds it done
+        usable = [one for one in group.rollouts if math.isfinite(one.reward)]
+        await self._scorer.score([usable])  # the step finds it done
         screened = run.plan.finish(group)
         self._cancelled.discard(ticket.group_id)
         run.count(group, screened)

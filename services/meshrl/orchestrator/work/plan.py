@@ -17,12 +17,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from meshrl.orchestrator.work.screening import (
-    MIN_SURVIVORS,
-    DropReason,
-    Screened,
-    with_survivors,
-)
+from meshrl.orchestrator.work.screening import MIN_SURVIVORS, DropReason, Screened, with_survivors
 from meshrl.sampling.groups import GroupTicket, RolloutGroup, TaskRef, rollout_seed
 from meshrl.wire.types import Rollout
 
