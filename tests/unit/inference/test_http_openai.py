@@ -105,3 +105,12 @@ async def test_no_alternatives_are_the_sampled_tokens_alone(serve: Start) -> Non
     logprobs = (await post(client, "/v1/completions", body))[1]["choices"][0]["logprobs"]
     sampled = zip(logprobs["tokens"], logprobs["token_logprobs"], strict=True)
     assert logprobs["top_logprobs"] == [{token: logprob} for token, logprob in sampled]
+
+
+async def test_a_message_is_continued_without_a_generation_prompt(serve: Start) -> None:
+    client = await serve()
+    body = {"messages": MESSAGES, "max_tokens": 1, "continue_final_message": True, "ignore_eos": True}
+    status, answer = await post(client, "/v1/chat/completions", {**body, "add_generation_prompt": True})
+    assert (status, "leave one of them out" in answer["error"]["message"]) == (400, True)
+    for fields in ({}, {"add_generation_prompt": False}):
+        assert (await post(client, "/v1/chat/completions", {**body, **fields}))[0] == 200

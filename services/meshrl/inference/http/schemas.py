@@ -79,6 +79,12 @@ class ChatBody(_TextBody):
 
     @model_validator(mode="after")
     def _tools_as_this_engine_can(self) -> Self:
+        if (
+            self.continue_final_message
+            and "add_generation_prompt" in self.model_fields_set
+            and self.add_generation_prompt
+        ):
+            raise ValueError("add_generation_prompt: continue_final_message goes on without one; leave one of them out")
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: needs logprobs true; send it as well, or leave top_logprobs out")
         if self.functions or self.function_call not in (None, "none", "auto"):
