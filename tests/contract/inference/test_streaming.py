@@ -69,10 +69,10 @@ async def test_text_streams_join_to_the_whole_text(client: EngineClient) -> None
 async def test_chat_streams_join_to_the_whole_message(client: EngineClient) -> None:
     body = {
         "model": MODEL_NAME, "messages": [{"role": "user", "content": "abc"}], "max_tokens": 30, "seed": 2,
-        "ignore_eos": True, "stream_options": {"include_usage": True},
+        "ignore_eos": True,
     }  # fmt: skip
     whole = (await client.post("/v1/chat/completions", body)).body
-    *found, last = await read(client, "/v1/chat/completions", body)
+    *found, last = await read(client, "/v1/chat/completions", {**body, "stream_options": {"include_usage": True}})
     assert found[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     text = "".join(event["choices"][0]["delta"]["content"] for event in found)
     assert text == whole["choices"][0]["message"]["content"]
