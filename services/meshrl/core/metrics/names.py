@@ -154,9 +154,7 @@ RL_TRAINING = (
     _trainer("time/wait_for_publication", "s", "for the version before to be sealed"),
     _trainer("time/gather_weights", "s", "until the ranks had a snapshot of the new weights"),
     _trainer("time/publish", "s", "from the snapshot until the hub had sealed the version; beside the next step"),
-    _trainer(
-        "time/publish_{part}", "s", "of it: probe, snapshot, digest, encode, write, group, stage, seal, wire and keep"
-    ),
+    _trainer("time/publish_{part}", "s", "of it: probe, snapshot, encode, write, group, stage, seal, wire and keep"),
 )
 
 SUPERVISED = (

@@ -31,9 +31,9 @@ class PublishReport:
     """How a version was published.
 
     `parts_s` has the seconds of each part that the transport has: `probe` (scored), `snapshot` (rows cast and copied
-    aside, on the training thread), `digest` (digests joined over the ranks), `encode` (digested, and made a delta, by
-    all ranks), `write` (hashed and written or packed), `group` (engines met), `stage` (taken by the hub), `seal`,
-    `wire` (broadcast), `keep` (kept for the next delta).
+    aside, on the training thread), `encode` (digested, and made a delta, by all ranks), `write` (hashed and written or
+    packed), `group` (engines met), `stage` (taken by the hub), `seal`, `wire` (broadcast), `keep` (kept for the next
+    delta).
     """
 
     version: int
