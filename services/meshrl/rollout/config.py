@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from meshrl.core.config import BaseConfig
 from meshrl.core.config.shared import (
+    Address,
     EnvConfig,
     LogConfig,
     ModelConfig,
@@ -69,7 +70,7 @@ class ClientConfig(BaseConfig):
 class ExchangeLinkConfig(BaseConfig):
     """Where to dial in, and under which name."""
 
-    address: str = Field(min_length=1)
+    address: Address
     """host:port of the orchestrator's RolloutExchange (its orchestrator.exchange.port)."""
 
     name: str = Field(default="", max_length=256)
@@ -92,7 +93,7 @@ class RolloutConfig(BaseConfig):
     client: ClientConfig = ClientConfig()
     """The inference engines."""
 
-    weights: str | None = None
+    weights: Address | None = None
     """host:port of the weight hub, whose engines are used as they come and go; None: only client.base_url."""
 
     model: ModelConfig = ModelConfig()

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from meshrl.core.config import BaseConfig
-from meshrl.core.config.shared import LogConfig, ServerConfig, TlsConfig
+from meshrl.core.config.shared import Address, LogConfig, ServerConfig, TlsConfig
 from meshrl.core.private_folders import ReadableBy
 
 
@@ -32,7 +32,7 @@ class WeightsConfig(BaseConfig):
     """Port at which hosts join the run (`meshrl join`); needs the run's authority in output_dir (`meshrl run init`).
     None disables joining."""
 
-    upstream: str | None = Field(default=None, min_length=3)
+    upstream: Address | None = None
     """Address of the run's hub, host:port. With it this program is a relay, which brings versions over the WAN once for
     the engines that name it in weight_broadcast.relays. None is the hub itself."""
 

@@ -218,6 +218,12 @@ def test_programs_that_were_started_by_hand_are_a_run_that_goes_on(tmp_path: Pat
     assert json.loads(meshrl("status", "--json", "-o", str(tmp_path)).output)["waiting"] == ""
 
 
+def test_an_address_without_a_port_is_not_called_at_another() -> None:
+    result = meshrl("run", "list", "--address", "127.0.0.1:")
+    assert result.exit_code != 0
+    assert "--address: expected HOST:PORT with a port from 1 to 65535" in result.output
+
+
 def test_the_wait_for_the_rollouts_of_a_step_is_no_part_of_its_time(tmp_path: Path) -> None:
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs/orchestrator.toml").write_text("max_steps = 9\n")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypedDict, TypeVar, Unpack
 import click
 
 from meshrl.cli.run_folder import RunFolder
+from meshrl.machine.addresses import checked_address
 from meshrl.wire.text_table import plain_table
 
 if TYPE_CHECKING:
@@ -89,7 +90,10 @@ def the_address(folder: RunFolder, service: str, address: str | None) -> str:
             f"{folder.path} names no address of `{service}`: name the run's folder with -o, or the service with"
             " --address"
         )
-    return found[0]
+    try:
+        return checked_address(found[0])
+    except ValueError as error:
+        raise CliError(f"--address: {error}") from error
 
 
 class _Changes(TypedDict, total=False):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
 
 ANY_HOST = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1", "[::]": "::1"}
 """Hosts that stand for all addresses of a machine, with its loopback: a server can bind them, a client cannot call
 them."""
+
+_HOST_PORT = re.compile(r"(?:\[[^\[\]]+\]|[^\[\]:/\s]+):([0-9]{1,5})")
 
 
 def address_of(host: str, port: int | str) -> str:
@@ -18,6 +21,15 @@ def address_of(host: str, port: int | str) -> str:
 def local_address(host: str, port: int | str) -> str:
     """host:port by which a program of its machine calls a server that has bound this host."""
     return address_of(ANY_HOST.get(host, host), port)
+
+
+def checked_address(address: str) -> str:
+    """`address` if it is host:port, an IPv6 host in brackets, or a Unix socket of gRPC. Raises ValueError else: gRPC
+    would call port 443, or the port modulo 65536."""
+    found = _HOST_PORT.fullmatch(address)
+    if address.startswith("unix:") or (found is not None and 1 <= int(found[1]) <= 65535):
+        return address
+    raise ValueError(f"expected HOST:PORT with a port from 1 to 65535, such as 127.0.0.1:50051, got {address!r}")
 
 
 def is_of_this_machine(address: str) -> bool:

@@ -54,7 +54,8 @@ def _explain_one(problem: ErrorDetails, path: Path, kind: Kind, origin_of: Origi
             return f"{key}: needs a value ({describe(kind)}); set it in a file or with {flag_of(path)}{there}"
         case "value_error" | "assertion_error":
             text = str((problem.get("ctx") or {}).get("error", problem["msg"]))
-            text = text if not path or path[-1] in text else f"{key}: {text}"
+            name = next((part for part in reversed(path) if not part.isdecimal()), "")
+            text = text if name in text else f"{key}: {text}"
             return text + (_came_of_named(text, path, origin_of) if kind.section else came)
     detail = ""
     if not problem["type"].endswith(_TYPE_SAYS_IT):

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field, model
 
 from meshrl.client.credentials import CredentialFiles
 from meshrl.core.config.base import BaseConfig
-from meshrl.machine.addresses import address_of, local_address
+from meshrl.machine.addresses import address_of, checked_address, local_address
 from meshrl.wire.types import Sampling
 
 
@@ -318,7 +318,7 @@ class WeightBroadcastConfig(BaseConfig):
     """filesystem: by files that both sides see. nccl: broadcast from the trainer's devices to the engines'. stream: in
     chunks over gRPC. auto: the best for the engines at the hub when the trainer starts."""
 
-    address: str = "127.0.0.1:50053"
+    address: Address = "127.0.0.1:50053"
     """Address of the weight hub."""
 
     chunk_bytes: int = Field(default=2 * 2**20, ge=4096, le=32 * 2**20)
@@ -346,7 +346,7 @@ class WeightBroadcastConfig(BaseConfig):
     anchor_every: int = Field(default=32, ge=1)
     """After so many deltas a version goes in full. Engines that join fetch that and one delta (stream, filesystem)."""
 
-    relays: list[str] = Field(default_factory=list)
+    relays: list[Address] = Field(default_factory=list)
     """stream: relays of this site (`weights --upstream`), host:port. An engine fetches from the fastest one that
     answers, before it asks the hub."""
 
@@ -393,20 +393,21 @@ def _without_repeats(addresses: list[str]) -> list[str]:
     return addresses
 
 
-Addresses = Annotated[
-    list[Annotated[str, Field(min_length=1)]], Field(min_length=1), BeforeValidator(_one_or_more),
-    AfterValidator(_without_repeats),
-]  # fmt: skip
-"""host:port of one or more servers that offer the same service; one may be given as text."""
-
-AddressesOrNone = Annotated[
-    list[Annotated[str, Field(min_length=1)]], BeforeValidator(_one_or_more), AfterValidator(_without_repeats)
-]
-"""The same, or an empty list."""
-
-
 LOCAL = "local"
 """Stands in a list of rollout services for the one that rl starts beside the others."""
+
+Address = Annotated[str, AfterValidator(checked_address)]
+"""host:port of a server."""
+
+_Listed = Annotated[str, AfterValidator(lambda address: address if address == LOCAL else checked_address(address))]
+
+Addresses = Annotated[
+    list[_Listed], Field(min_length=1), BeforeValidator(_one_or_more), AfterValidator(_without_repeats)
+]
+"""host:port of one or more servers that offer the same service; one may be given as text."""
+
+AddressesOrNone = Annotated[list[_Listed], BeforeValidator(_one_or_more), AfterValidator(_without_repeats)]
+"""The same, or an empty list."""
 
 
 class ServicesConfig(BaseConfig):
@@ -416,10 +417,10 @@ class ServicesConfig(BaseConfig):
     """RolloutService, one address or a list; an environment may be at some of them only. May be empty where workers
     dial in (`exchange`)."""
 
-    trainer: str = "127.0.0.1:50052"
+    trainer: Address = "127.0.0.1:50052"
     """TrainerService."""
 
-    weights: str = "127.0.0.1:50053"
+    weights: Address = "127.0.0.1:50053"
     """WeightSync."""
 
     @model_validator(mode="after")

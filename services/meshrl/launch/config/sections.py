@@ -7,7 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from meshrl.core.config import BaseConfig
-from meshrl.core.config.shared import LOCAL, AddressesOrNone, LogConfig, LogLevel, ModelConfig
+from meshrl.core.config.shared import LOCAL, Address, AddressesOrNone, LogConfig, LogLevel, ModelConfig
 from meshrl.core.slurm.config import DeploymentType
 from meshrl.orchestrator.config import NewRunConfig, OrchestratorConfig
 from meshrl.rollout.config import ClientConfig, RolloutConfig
@@ -30,10 +30,10 @@ class RunningServicesConfig(BaseConfig):
     the list starts it beside the others, for the environments whose key `local` is true. [] starts none: workers dial
     in (orchestrator.exchange)."""
 
-    trainer: str | None = Field(default=None, min_length=1)
+    trainer: Address | None = None
     """host:port of a TrainerService that runs already. None starts the trainer."""
 
-    weights: str | None = Field(default=None, min_length=1)
+    weights: Address | None = None
     """host:port of a weight hub that runs already. None starts the hub."""
 
     def given(self) -> dict[str, list[str]]:
