@@ -1,7 +1,8 @@
 """The `inference` program with vLLM on a CPU whose workers keep weights as those on a GPU do, unpacked.
 
-So their shadows are parameters, and each knows where a version's tensors lie in them. Of every version that comes in
-parts a worker writes into the folder of RECEIVED what came, and after every swap all that is live.
+So their shadows are parameters, and each knows where a version's tensors lie in them. Of every version that comes
+through a group a worker notes in the folder of RECEIVED what it received, and after every swap it writes all that is
+live into the folder of LIVE, if there is one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from meshrl.inference.main import main
 
-RECEIVED = "MESHRL_TEST_RECEIVED"
+RECEIVED, LIVE = "MESHRL_TEST_RECEIVED", "MESHRL_TEST_LIVE"
 
 
 class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it
@@ -45,7 +46,9 @@ def keep_weights_plain() -> None:
     from vllm.model_executor.layers import utils
 
     from meshrl.inference.vllm import shadow, worker
-    from meshrl.versions.collective.broadcasting import Receiver
+    from meshrl.versions.collective.broadcasting import Receiver, ReceiveTimes
+    from meshrl.versions.placement import PartDigests
+    from meshrl.wire.types import Manifest
 
     def plain(layer: Any, remove_weight: bool) -> None:
         layer.cpu_linear = torch.nn.functional.linear
@@ -55,26 +58,37 @@ def keep_weights_plain() -> None:
 
     utils.dispatch_cpu_unquantized_gemm = plain
     worker.build_shadow = build  # type: ignore[assignment]
-    receive, apply = Receiver.receive_held, worker.WeightsExtension.meshrl_apply
+    receive, receive_held = Receiver.receive, Receiver.receive_held
+    apply = worker.WeightsExtension.meshrl_apply
 
-    def counted(self: Receiver, manifest: Any, parameters: dict[str, torch.Tensor], *, stall_s: float) -> Any:
+    def note(version: int, times: ReceiveTimes, **more: int) -> None:
+        line = json.dumps({"version": version, "received": times.num_bytes, "wire_s": times.wire_s, **more})
+        with (Path(os.environ[RECEIVED]) / f"{os.getpid()}.jsonl").open("a") as file:
+            file.write(line + "\n")
+
+    def received(self: Receiver, manifest: Manifest, *args: Any, **how: Any) -> ReceiveTimes:
+        times = receive(self, manifest, *args, **how)
+        note(manifest.version, times)
+        return times
+
+    def received_held(
+        self: Receiver, manifest: Manifest, parameters: dict[str, torch.Tensor], **how: Any
+    ) -> tuple[ReceiveTimes, PartDigests]:
         with Largest(parameters) as seen:
-            times, digests = receive(self, manifest, parameters, stall_s=stall_s)
-        note = {"version": manifest.version, "received": times.num_bytes, "largest": seen.num_bytes}
-        with (Path(os.environ[RECEIVED]) / f"parts-{os.getpid()}.jsonl").open("a") as file:
-            file.write(json.dumps(note) + "\n")
+            times, digests = receive_held(self, manifest, parameters, **how)
+        note(manifest.version, times, largest=seen.num_bytes)
         return times, digests
 
-    def noted(self: Any, version: int) -> float:
+    def applied(self: Any, version: int) -> float:
         seconds = apply(self, version)
-        live = dict(self._meshrl_worker.model_runner.get_model().named_parameters())
-        path = Path(os.environ[RECEIVED]) / f"live-{version}-{self._meshrl_worker.rank}.safetensors"
-        save_file({name: tensor.detach().clone() for name, tensor in live.items()}, path.with_suffix(".part"))
-        path.with_suffix(".part").rename(path)
+        if LIVE in os.environ:
+            live = dict(self._meshrl_worker.model_runner.get_model().named_parameters())
+            path = Path(os.environ[LIVE]) / f"{version}-{self._meshrl_worker.rank}.safetensors"
+            save_file({name: tensor.detach().clone() for name, tensor in live.items()}, path)
         return seconds
 
-    Receiver.receive_held = counted  # type: ignore[method-assign]
-    worker.WeightsExtension.meshrl_apply = noted  # type: ignore[method-assign]
+    Receiver.receive, Receiver.receive_held = received, received_held  # type: ignore[method-assign,assignment]
+    worker.WeightsExtension.meshrl_apply = applied  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
