@@ -17,13 +17,17 @@ from tiny_families import tiny_config
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(600)]
 
 RECIPES = Path(__file__).parents[2] / "configs" / "reverse_text"
-TOY_SIZE = (
-    "--model.dtype", "float32", "--deployment.num-train-gpus", "1", "--inference.engine", "embedded",
-    "--inference.max-model-len", "128", "--rollout.seq-len", "128", "--rollout.renderer.name", "default",
-    "--trainer.seq-len", "1024", "--orchestrator.seq-len", "1024", "--orchestrator.batch-size", "16",
-    "--orchestrator.group-size", "4", "--orchestrator.sampling.max-tokens", "16", "--no-orchestrator.eval",
-    "--max-steps", "2", "--max-async-level", "0",
-)  # fmt: skip
+
+
+def toy_size(*, steps: int = 2, batch: int = 16, group: int = 4) -> tuple[str, ...]:
+    """Flags that make a recipe small enough for two CPU cores."""
+    return (
+        "--model.dtype", "float32", "--deployment.num-train-gpus", "1", "--inference.engine", "embedded",
+        "--inference.max-model-len", "128", "--rollout.seq-len", "128", "--rollout.renderer.name", "default",
+        "--trainer.seq-len", "1024", "--orchestrator.seq-len", "1024", "--orchestrator.batch-size", str(batch),
+        "--orchestrator.group-size", str(group), "--orchestrator.sampling.max-tokens", "16", "--no-orchestrator.eval",
+        "--max-steps", str(steps), "--max-async-level", "0",
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -46,23 +50,18 @@ def check_replayed(steps: list[dict[str, Any]]) -> None:
         assert record["mismatch_kl/all/mean"] < 1e-6
 
 
-def test_routes_reach_the_trainer_of_the_recipe_of_qwen3_30b_a3b_at_toy_size(start_run: Callable[..., Run]) -> None:
-    run = start_run("@", str(RECIPES / "qwen3_30b_a3b.toml"), *TOY_SIZE, *WITH_WORKERS)
-    steps = steps_of(run)
-    assert [record["step"] for record in steps] == [1, 2]
-    check_replayed(steps)
-    assert "train without router replay" not in run.log("trainer")
-
-
-def test_a_mixture_learns_from_its_rewards(start_run: Callable[..., Run]) -> None:
-    """All its weights, from random ones: it finds letters that sentences have."""
-    batches = ("--orchestrator.batch-size", "64", "--orchestrator.group-size", "8", "--max-async-level", "0")
+def test_a_mixture_learns_from_its_rewards_by_the_recipe_of_qwen3_30b_a3b_at_toy_size(
+    start_run: Callable[..., Run],
+) -> None:
+    """All its weights in place of the recipe's adapters, from random ones: it finds letters that sentences have."""
     run = start_run(
-        "--max-steps", "12", "--trainer.optim.lr", "3e-3", "--trainer.enable-router-replay",
-        "--inference.engine", "embedded", *batches,
+        "@", str(RECIPES / "qwen3_30b_a3b.toml"), *toy_size(steps=12, batch=64, group=8), *WITH_WORKERS,
+        "--no-trainer.model.lora", "--trainer.optim.lr", "3e-3",
     )  # fmt: skip
     steps = steps_of(run)
+    assert [record["step"] for record in steps] == [*range(1, 13)]
     check_replayed(steps)
+    assert "train without router replay" not in run.log("trainer")
     rewards = [record["reward/all/mean"] for record in steps]
     assert sum(rewards[-4:]) > 1.4 * sum(rewards[:4])
 
@@ -74,7 +73,7 @@ def test_the_recipe_of_gpt_oss_runs_at_toy_size(start_run: Callable[..., Run], t
     config = tiny_config("gpt_oss", max_position_embeddings=512, **tokens)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "gpt_oss")
     tokenizer.save_pretrained(tmp_path / "gpt_oss")
-    run = start_run("@", str(RECIPES / "gpt_oss_20b.toml"), *TOY_SIZE, "--model.name", str(tmp_path / "gpt_oss"))
+    run = start_run("@", str(RECIPES / "gpt_oss_20b.toml"), *toy_size(), "--model.name", str(tmp_path / "gpt_oss"))
     steps = steps_of(run)
     assert [record["step"] for record in steps] == [1, 2]
     check_replayed(steps)
