@@ -175,6 +175,7 @@ class GroupSenders:
         with ThreadPoolExecutor(2) as threads:
             for before, after in zip(base.snapshots, parcel.snapshots, strict=True):
                 rows = BaseRows(threads, Progress())
+                rows.encode(before, None, sparse=True)
                 rows.keep(before, 0)
                 rows.encode(after, 0, sparse=True)
                 deltas.append(write_stream(rows.pieces))
