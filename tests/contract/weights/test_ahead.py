@@ -134,7 +134,7 @@ async def test_bytes_of_another_version_are_dropped_and_none_come_later(
 
 
 async def test_a_fetch_on_its_way_is_joined_and_its_end_leaves_no_file(mesh: Mesh, folder: Path) -> None:
-    broadcast = WeightBroadcastConfig(address=f"127.0.0.1:{mesh.port}", max_mbps=SLOW_MBPS)
+    broadcast = WeightBroadcastConfig(address=f"127.0.0.1:{mesh.port}", max_mbps=SLOW_MBPS / 20)
     ahead = VersionAhead(broadcast, Spool(folder, "e1"))
     try:
         await mesh.publisher(Transport.STREAM).publish(0, make_state(1))
