@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import json
+import socket
+import time
 from pathlib import Path
 
 import pytest
 
 from meshrl.cli.run_folder import RunFolder
+from meshrl.wire.program_state import ProgramState
 
 
 @pytest.fixture
@@ -33,6 +37,22 @@ def test_a_service_without_an_orchestrator_says_where_it_is_itself(folder: RunFo
     configure(folder, "rollout", '[server]\nhost = "::1"\nport = 50051\n')
     assert folder.addresses("rollout") == ("[::1]:50051",)
     assert folder.addresses("trainer") == ()
+
+
+@pytest.mark.parametrize(
+    ("serves", "called"),
+    [("0.0.0.0:50053", "127.0.0.1:50053"), ("[::]:50053", "[::1]:50053"), ("10.0.0.4:50053", "10.0.0.4:50053")],
+)
+def test_a_service_that_was_started_by_hand_is_found_by_its_state(folder: RunFolder, serves: str, called: str) -> None:
+    (folder.path / "state").mkdir()
+    state = ProgramState(
+        program="weights", host=socket.gethostname(), pid=1, at_s=time.time(), stuck_s=0.0, serves=(serves,)
+    )
+    (folder.path / "state/weights.json").write_text(state.to_json())
+    assert folder.addresses("weights") == (called,)
+    elsewhere = dataclasses.replace(state, host="another machine")
+    (folder.path / "state/weights.json").write_text(elsewhere.to_json())
+    assert folder.addresses("weights") == ()
 
 
 def test_a_folder_without_a_run_has_nothing(tmp_path: Path) -> None:

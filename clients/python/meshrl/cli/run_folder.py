@@ -9,6 +9,7 @@ import fcntl
 import json
 import os
 import shutil
+import socket
 import sqlite3
 import time
 import tomllib
@@ -65,7 +66,7 @@ class RunFolder:
 
     def addresses(self, service: str) -> tuple[str, ...]:
         """host:port of each `rollout`, `trainer` or `weights` server of the run, or where rollout workers dial in
-        (`exchange`)."""
+        (`exchange`). Of programs that were started by hand, which write no configuration, those of this machine."""
         if service == "exchange":
             exchange = self.config("orchestrator").get("exchange")
             return (
@@ -77,7 +78,13 @@ class RunFolder:
         if named is not None and named != UNSET:
             return tuple(named) if isinstance(named, list) else (str(named),)
         server = self.config(service).get("server")
-        return (local_address(server["host"], server["port"]),) if isinstance(server, dict) else ()
+        if isinstance(server, dict):
+            return (local_address(server["host"], server["port"]),)
+        state = self.states().get(service)
+        if state is None or state.host != socket.gethostname():
+            return ()
+        served = (address.rpartition(":") for address in state.serves)
+        return tuple(local_address(host.strip("[]"), port) for host, _, port in served)
 
     def credentials(self) -> Credentials | None:
         """The operator's credentials for the run's services. None if the environment has some, or the folder has
