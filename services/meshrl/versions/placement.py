@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshrl.versions.collective.digest import sum128, sum128_at
+from meshrl.versions.collective.digest import sum128, sum128_at, sum128_rows
 from meshrl.versions.deltas.codec import DeltaError, read_stream
 from meshrl.versions.deltas.on_device import decode_on_device, moved_bits
 from meshrl.wire.errors import MeshError, Reason
@@ -310,6 +310,11 @@ class WeightPlacement:
 def _lanes(move: Move, view: torch.Tensor) -> torch.Tensor:
     if move.is_run:
         return sum128(view.contiguous(), move.from_offset * view.itemsize // 2)
+    if view.device.type == "cpu" and move.from_stride[-1] == 1 and view.itemsize > 1:
+        starts = np.full((), move.from_offset, dtype=np.uint64)
+        for size, stride in zip(move.shape[:-1], move.from_stride[:-1], strict=True):
+            starts = starts[..., None] + np.arange(size, dtype=np.uint64) * np.uint64(stride)
+        return sum128_rows(view.reshape(-1, view.shape[-1]), starts.reshape(-1) * np.uint64(view.itemsize // 2))
     lanes = torch.zeros(2, dtype=torch.int64, device=view.device)
     rows = max(1, DIGEST_VALUES // max(1, view[0].numel()))
     for first in range(0, len(view), rows):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from meshrl.versions.collective.digest import digest_bytes, sum128, sum128_at
+from meshrl.versions.collective.digest import digest_bytes, sum128, sum128_at, sum128_rows
 from meshrl.versions.deltas.codec import Rows, encode, write_stream
 from meshrl.versions.placement import PlacementTracer, check_parts
 from meshrl.versions.snapshot import whole_snapshot
@@ -158,3 +158,6 @@ def test_digests_of_scattered_elements_add_up_to_the_tensors(dtype: torch.dtype)
     at = torch.arange(tensor.numel()).reshape(77, 12)
     columns = [(tensor[:, a:b].contiguous(), at[:, a:b].reshape(-1)) for a, b in ((0, 5), (5, 12))]
     assert torch.equal(sum(sum128_at(*part) for part in columns), sum128(tensor))
+    halves = tensor.itemsize // 2
+    runs = [(part.reshape(77, -1), place.reshape(77, -1)[:, 0].numpy().astype(np.uint64)) for part, place in columns]
+    assert torch.equal(sum(sum128_rows(part, firsts * np.uint64(halves)) for part, firsts in runs), sum128(tensor))

@@ -47,6 +47,25 @@ def sum128_at(tensor: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
     return torch.stack([z.sum(), ((z ^ _shifted(z, 29)) * _signed(SPREAD)).sum()])
 
 
+def sum128_rows(rows: torch.Tensor, first_words: NDArray[np.uint64]) -> torch.Tensor:
+    """As `sum128`, of contiguous rows (N, W) on a CPU, each a run of a larger tensor that begins at its `first_words`
+    (N,)."""
+    words = rows.view(torch.int16).numpy().view(np.uint16)
+    num_rows, width = words.shape
+    at_once = max(1, BLOCK_WORDS // max(1, width))
+    columns = np.arange(1, width + 1, dtype=np.uint64) * np.uint64(GOLDEN)
+    starts = first_words * np.uint64(GOLDEN)
+    lanes, room = np.zeros(2, dtype=np.uint64), np.empty((2, at_once * width), dtype=np.uint64)
+    for first in range(0, num_rows, at_once):
+        block = words[first : first + at_once]
+        z, spare = room[:, : block.size]
+        places = z.reshape(block.shape)
+        np.add(starts[first : first + at_once, None], columns, out=places)
+        places += block
+        lanes += sums_of(z, spare)[0]
+    return torch.from_numpy(lanes.view(np.int64))
+
+
 def _signed(number: int) -> int:
     return number - 2**64 if number >= 2**63 else number
 
