@@ -52,7 +52,7 @@ class InstantEngine:
     adapters = None
 
     def __init__(self, max_model_len: int, vocab_size: int, tokenizer: Any) -> None:
-        self.max_model_len = max_model_len
+        self.max_model_len, self.vocab_size = max_model_len, vocab_size
         self._tools_mark = tokenizer.convert_tokens_to_ids("<tools>")
         self._call = np.array(tokenizer.encode(TOOL_CALL, add_special_tokens=False), np.int32)
         draw = np.random.default_rng(0)
