@@ -7,10 +7,12 @@ import json
 import re
 import sqlite3
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import grpc
 import jsonschema
 import pytest
 from click.testing import CliRunner, Result
@@ -19,6 +21,8 @@ from meshrl.cli.command import ago, print_json
 from meshrl.cli.main import main
 from meshrl.cli.run_folder import RunFolder
 from meshrl.cli.status import RunStatus, ServiceRow, status_schema
+from meshrl.client.authority import Authority
+from meshrl.client.trust import Role
 from meshrl.orchestrator.ledger.rows import SCHEMA
 from meshrl.wire.program_state import ProgramState, WaitState
 from meshrl.wire.types import AgentState
@@ -216,6 +220,19 @@ def test_programs_that_were_started_by_hand_are_a_run_that_goes_on(tmp_path: Pat
     assert status["waiting"] == "trainer answers nobody: its event loop is stuck for 8 s"
     (tmp_path / "state/trainer.json").write_text(dataclasses.replace(state, at_s=time.time() - 3600.0).to_json())
     assert json.loads(meshrl("status", "--json", "-o", str(tmp_path)).output)["waiting"] == ""
+
+
+def test_a_server_with_a_certificate_that_is_called_without_one_is_explained(tmp_path: Path) -> None:
+    hub = tmp_path / "hub"
+    Authority.create(tmp_path / "credentials", "run").issue(hub, Role.HUB, "hub")
+    key, chain, ca = ((hub / name).read_bytes() for name in ("key.pem", "cert.pem", "ca.pem"))
+    server = grpc.server(ThreadPoolExecutor())
+    port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([(key, chain)], ca, True))
+    server.start()
+    result = meshrl("weights", "engines", "--address", f"127.0.0.1:{port}", "-o", str(tmp_path / "none"))
+    server.stop(None).wait()
+    assert result.exit_code == 1
+    assert "; if it has certificates, it closes calls without one: name the run's folder with -o" in result.output
 
 
 def test_an_address_without_a_port_is_not_called_at_another() -> None:

@@ -30,6 +30,11 @@ REMEDIES = {
     "INTERNAL": "its log has the traceback: `meshrl logs`",
 }
 """For errors whose service names none."""
+CLOSED_REMEDY = (
+    "if it has certificates, it closes calls without one: name the run's folder with -o, or the folder of `meshrl join`"
+    " in MESHRL_TLS_FOLDER; else see its log"
+)
+"""For a server that closes the connection before it has answered anything."""
 
 
 class CliError(click.ClickException):
@@ -127,7 +132,8 @@ def run(work: Coroutine[None, None, _T]) -> _T:
             raise
         # gRPC names the address, and each of its attempts; the cause comes last.
         said = " ".join(error.message.rpartition("last error: UNKNOWN: ")[2].split())
-        remedy = REMEDIES.get(error.reason.name)
+        closed = said.endswith(": Socket closed")  # that of a call under way is "Stream removed (Socket closed)"
+        remedy = CLOSED_REMEDY if closed else REMEDIES.get(error.reason.name)
         raise CliError(f"{error.reason.name}: {said}{f'; {remedy}' if remedy else ''}") from error
 
 
