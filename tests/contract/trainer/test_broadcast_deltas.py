@@ -209,6 +209,22 @@ async def test_version_that_a_rank_did_not_keep_is_published_and_the_next_one_le
         assert kinds == [FULL, DELTA, FULL, DELTA]
 
 
+async def test_version_that_is_prepared_again_is_the_same_and_one_that_was_captured_anew_is_not(
+    model: str, hub: str
+) -> None:
+    async with serving_engine(model, hub) as served, trainer(model, hub, anchor_every=64) as training:
+        assert await step(training, hub, 0, served) is FULL
+        captured = training.snapshotter.capture(1)
+        first = await training.transport.prepare(1, captured)
+        again = await training.transport.prepare(1, captured)
+        assert again.manifest is first.manifest
+        with torch.no_grad():
+            for parameter in training.model.parameters():
+                parameter += 1.0
+        anew = await training.transport.prepare(1, training.snapshotter.capture(1))
+        assert anew.manifest.result_root != first.manifest.result_root
+
+
 async def test_two_ranks_broadcast_the_deltas_of_their_rows(model: str, hub: str) -> None:
     weights: dict[str, Any] = dict(hf_state(AutoModelForCausalLM.from_pretrained(model)))
     async with WeightSyncClient(hub) as client, serving_engine(model, hub) as served:

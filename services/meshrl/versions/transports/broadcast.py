@@ -265,7 +265,8 @@ class BroadcastTransport:
         self._compared = 0  # generation of the last group whose ranks have all offered what they hold
         has_deltas = anchor_every is not None and plan.num_bytes >= deltas_from
         self._rule = DeltaRule(anchor_every=anchor_every) if anchor_every is not None and has_deltas else None
-        self._manifest: Manifest | None = None  # of the newest version
+        self._captured: Captured | None = None  # the newest version
+        self._manifest: Manifest | None = None  # of it
         self._in_full: Manifest | None = None  # the same as if it had left in full
         self._took: set[str] = set()  # engines that it was broadcast to
         self._takes_deltas = False  # whether all of the group do
@@ -293,8 +294,9 @@ class BroadcastTransport:
         began_s = time.monotonic()
         await self._open_group()
         opened_s = time.monotonic()
-        if self._manifest is None or self._manifest.version != version:  # else the hub may have it already
+        if captured is not self._captured:  # else the hub may have it already
             await self._encode(version)
+            self._captured = captured
         assert self._manifest is not None, "it was encoded"
         encode_s = time.monotonic() - opened_s
         return Prepared(manifest=self._manifest, parts_s={"group": opened_s - began_s, "encode": encode_s})
