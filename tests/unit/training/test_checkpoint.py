@@ -234,7 +234,7 @@ def saved(saved_once: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("step", [-1, 3])
 def test_without_a_checkpoint_the_error_says_what_to_set(model: str, tmp_path: Path, step: int) -> None:
-    with pytest.raises(CheckpointError, match=r"holds steps none; set ckpt.resume_step"):
+    with pytest.raises(CheckpointError, match=r"holds no checkpoint; without ckpt.resume_step"):
         Checkpointer(*kit.build(model), tmp_path, tokenizer=None).restore(step)
 
 

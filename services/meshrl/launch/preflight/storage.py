@@ -36,10 +36,8 @@ def check_resume_step(plan: Plan) -> Iterator[Finding]:
     steps = steps_in(folder, "trainer")
     if ckpt.resume_step in steps or (ckpt.resume_step == -1 and steps):
         return
-    yield error(
-        f"ckpt.resume_step is {ckpt.resume_step}, but {folder} holds steps {steps or 'none'}; set it to one of them, or"
-        " leave it out to start afresh"
-    )
+    there = f"steps {steps}; set it to one of them, or" if steps else "no checkpoint;"
+    yield error(f"ckpt.resume_step is {ckpt.resume_step}, but {folder} holds {there} leave it out to start afresh")
 
 
 def check_disk(plan: Plan) -> Iterator[Finding]:

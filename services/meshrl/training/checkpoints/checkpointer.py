@@ -295,9 +295,10 @@ class Checkpointer:
             found = resumable[-1] if step == -1 and resumable else step
             if found not in resumable:
                 wanted = "the newest step" if step == -1 else f"step {step}"
+                there = f"steps {resumable}; set ckpt.resume_step to one of them" if resumable else "no checkpoint"
                 raise CheckpointError(
-                    f"cannot resume from {wanted}: {self._checkpoints} holds steps {resumable or 'none'}; "
-                    "set ckpt.resume_step to one of them, or leave it out to start afresh"
+                    f"cannot resume from {wanted}: {self._checkpoints} holds {there}; without ckpt.resume_step the run"
+                    " starts afresh"
                 )
             return str(found).encode()
 

@@ -64,7 +64,7 @@ def test_everything_that_is_wrong_is_said_at_once_and_nothing_is_written(
     for words in (
         "deployment.num_infer_gpus is 1 but no GPU is visible here",
         "trainer.model.name '/no/such/model' is no folder; give a folder",
-        f"ckpt.resume_step is 4, but {out}/checkpoints holds steps none; set it to one of them",
+        f"ckpt.resume_step is 4, but {out}/checkpoints holds no checkpoint; leave it out to start afresh",
         "orchestrator.services.rollout '127.0.0.1:1': nobody answered",
         "warning: wandb is on, but there is no key for api.wandb.ai",
     ):
