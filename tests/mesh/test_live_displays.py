@@ -97,7 +97,7 @@ async def test_a_live_run_is_zoomed_hovered_filtered_and_compared_in_a_browser(l
         await tab.open(f"{address}#/0/overview")
         await tab.until(f"document.querySelectorAll('.u-wrap').length > 8 && {TEXT}.includes('running')")
         shown = len(live_run.steps())
-        await tab.until("document.querySelector('.chart').plot.data[0].length > 4")
+        await tab.until("document.querySelector('.chart').plot.data[0].length > 8")  # from step 0 on
         await tab.drag(".u-over", 0.2, 0.8)
         await tab.until("document.querySelector('.chart').plot.scales.x.min > 1")
         await tab.until("document.querySelector('.u-legend').innerText.match(/reward.all.mean\\s*\\d/)")

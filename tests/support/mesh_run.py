@@ -72,7 +72,7 @@ PACED = (
     "--orchestrator.train.env.0.id", "paced_reversing", "--orchestrator.train.env.0.name", "reverse_text",
     "--orchestrator.max-inflight-rollouts", "16",
 )  # fmt: skip
-"""Flags of a run that trains a step every two or three seconds: while a test looks at it, the cores are for others."""
+"""Flags of a run that trains a step every second or two: while a test looks at it, the cores are for others."""
 PACED_HOST = ("--env.0.id", "paced_reversing", "--env.0.name", "reverse_text")
 """Flags of a rollout program that plays for such a run."""
 

@@ -9,7 +9,7 @@ from meshrl.environments.reverse_text.taskset import ReverseTextTask, ReverseTex
 
 __all__ = ["PacedReversingTaskset"]
 
-PAUSE_S = 2.0
+PAUSE_S = 1.0
 
 
 class PacedReversingTask(ReverseTextTask):
