@@ -14,6 +14,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -26,8 +27,7 @@ from meshrl.client import WeightSyncClient
 from meshrl.trainer.publishing.publisher import Publisher
 from meshrl.trainer.publishing.snapshots import PublicationSettings, open_snapshotter
 from meshrl.training.parallel.rank_group import RankGroup
-from meshrl.versions.collective.communicator import open_store, reach_store
-from meshrl.versions.progress import Progress
+from meshrl.versions.collective.communicator import Communicator, Operation, open_store, reach_store
 from meshrl.versions.transports.base import VersionLine
 from meshrl.versions.transports.broadcast import BroadcastTransport
 from meshrl.versions.transports.rank_calls import RankCalls
@@ -75,16 +75,16 @@ class Ranks:
 
 def die_at(version: int, ranks: Ranks) -> None:
     """Has this rank killed in the midst of sending a version."""
-    moved, seen = Progress.moved, []
+    scatter, seen = Communicator.scatter, list[int]()
 
-    def count(self: Progress, **how: float) -> None:
-        moved(self, **how)
+    def count(self: Communicator, flat: torch.Tensor, sizes: Sequence[int]) -> Operation:
         if ranks.version == version:
             seen.append(1)
             if len(seen) > BUCKETS_BEFORE_DEATH:
                 os.kill(os.getpid(), signal.SIGKILL)
+        return scatter(self, flat, sizes)
 
-    Progress.moved = count  # type: ignore[method-assign]
+    Communicator.scatter = count  # type: ignore[method-assign]
 
 
 async def lead(ranks: Ranks, epoch: int, hub: str) -> None:
