@@ -49,3 +49,16 @@ def test_a_run_is_made_listed_suspended_resumed_saved_and_deleted(trainer: tuple
     meshrl("create", "b", "--start-from", "a@40", "--with-optimizer")
     start = runs.runs["b"].spec.start_from
     assert (start.run_id, start.step, start.with_optimizer) == ("a", 40, True)
+
+
+def test_a_run_is_looked_up_before_one_is_asked_whether_to_delete_it(trainer: tuple[str, Runs]) -> None:
+    address, runs = trainer
+    delete = ["run", "delete", "--address", address]
+    result = CliRunner().invoke(main, [*delete, "mian"], input="y\n")
+    assert result.exit_code == 1
+    assert "go on?" not in result.output
+    assert "mian" in result.output
+    result = CliRunner().invoke(main, [*delete, "main"], input="n\n")
+    assert result.exit_code == 1
+    assert "the run main ends at step 7, and its checkpoints are deleted" in result.output
+    assert list(runs.runs) == ["main"]

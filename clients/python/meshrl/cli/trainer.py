@@ -239,8 +239,9 @@ def checkpoint_run(folder: RunFolder, address: str | None, run_id: str, weights_
 def delete(folder: RunFolder, address: str | None, run_id: str, keep_checkpoints: bool, yes: bool) -> None:
     """Remove a run from the trainer, and its versions from the engines."""
     if not yes:
+        info = _ask(folder, address, lambda client: client.get_run(run_id))
         kept = "its checkpoints stay" if keep_checkpoints else "its checkpoints are deleted"
-        click.confirm(f"the run {run_id} ends, and {kept}; go on?", abort=True)
+        click.confirm(f"the run {info.run_id} ends at step {info.step}, and {kept}; go on?", abort=True)
     _ask(folder, address, lambda client: client.delete_run(run_id, keep_checkpoints=keep_checkpoints))
     click.echo(f"the run {run_id} is deleted")
 

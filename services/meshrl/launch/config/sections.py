@@ -114,8 +114,8 @@ class RolloutSection(RolloutConfig):
         if not self.env:
             raise ValueError(
                 "orchestrator.train.env: needs at least one environment, got none, so rollout has nothing to host; add"
-                " [[orchestrator.train.env]] with id = '<taskset>', or --orchestrator.train.env.0.id <taskset>; a mesh"
-                " that runs join names them in [[rollout.env]]"
+                " [[orchestrator.train.env]] with id = '<taskset>', or --orchestrator.train.env.0.id <taskset>; in a"
+                " mesh that waits for runs to join it, name them in [[rollout.env]]"
             )
         return self
 
