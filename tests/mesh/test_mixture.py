@@ -55,11 +55,11 @@ def test_a_mixture_learns_from_its_rewards_by_the_recipe_of_qwen3_30b_a3b_at_toy
 ) -> None:
     """All its weights in place of the recipe's adapters, from random ones: it finds letters that sentences have."""
     run = start_run(
-        "@", str(RECIPES / "qwen3_30b_a3b.toml"), *toy_size(steps=12, batch=64, group=8), *WITH_WORKERS,
+        "@", str(RECIPES / "qwen3_30b_a3b.toml"), *toy_size(steps=18, batch=64, group=8), *WITH_WORKERS,
         "--no-trainer.model.lora", "--trainer.optim.lr", "3e-3",
     )  # fmt: skip
     steps = steps_of(run)
-    assert [record["step"] for record in steps] == [*range(1, 13)]
+    assert [record["step"] for record in steps] == [*range(1, 19)]
     check_replayed(steps)
     assert "train without router replay" not in run.log("trainer")
     rewards = [record["reward/all/mean"] for record in steps]
