@@ -324,8 +324,7 @@ class VllmEngine(Engine):
         except MeshError as error:
             logger.warning("{} is loaded at once, and other requests wait meanwhile: {}", request.lora_name, error)
             try:
-                while await self._calls.rpc("meshrl_drop_adapter", number):
-                    pass
+                await self._drop(number)
                 await self._calls.core(self._llm.add_lora(request))
             except BaseException:  # whatever it was, nothing names the folder
                 store.remove(number)
@@ -349,11 +348,14 @@ class VllmEngine(Engine):
             request.lora_name, len(parts), time.monotonic() - began_s, 1e3 * max(took_s),
         )  # fmt: skip
 
+    async def _drop(self, number: int) -> None:
+        while any(await self._calls.answers("meshrl_drop_adapter", number)):
+            pass  # some layers are freed a call, and the engine makes a step between two of them
+
     def _unload(self, adapter: ServedAdapter[LoRARequest]) -> None:
         async def unload() -> None:
             try:
-                while await self._calls.rpc("meshrl_drop_adapter", adapter.number):
-                    pass  # the engine makes a step
+                await self._drop(adapter.number)
             except MeshError as error:  # the engine is ending, or vLLM has dropped it by itself
                 logger.debug("{} was not unloaded: {}", adapter.name, error)
             if self._store is not None:

@@ -280,7 +280,7 @@ class Receiver:
             ]
             for communicator, work in works:
                 communicator.finish(work, stall_s)
-        except BaseException:
+        except BaseException:  # whatever it was, senders must not wait for a rank that is out of step
             self.abort()
             raise
         streams = [buffer.cpu().numpy() for buffer in buffers]
