@@ -121,13 +121,12 @@ async def test_deltas_have_the_older_format_while_an_engine_of_1_0_is_registered
         return payload[4]
 
     assert [await format_of(version) for version in (0, 1)] == [None, 2]
-    with monkeypatch.context() as patched:
-        patched.setattr(capabilities, "ENGINE", ())
-        engines["older"] = MemoryEngine(make_state(0))
-        mesh.start_agent("older", engines["older"])
-        await mesh.until_registered(2)
-        listed = {engine.engine_id: engine.capabilities for engine in await publisher.client.list_engines()}
-        assert listed == {"today": ("deltas.sparse",), "older": ()}
+    engines["older"] = MemoryEngine(make_state(0))
+    older = mesh.start_agent("older", engines["older"])
+    monkeypatch.setattr(older, "_capabilities", tuple)  # for good: an agent registers anew when they change
+    await mesh.until_registered(2)
+    listed = {engine.engine_id: engine.capabilities for engine in await publisher.client.list_engines()}
+    assert listed == {"today": ("deltas.sparse",), "older": ()}
     assert [await format_of(version) for version in (2, 3, 4)] == [None, 1, 1]  # none of format 2 is below those
     await mesh.kill_agent("older")
     del engines["older"]
