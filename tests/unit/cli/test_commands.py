@@ -7,17 +7,21 @@ import json
 import re
 import sqlite3
 import time
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import jsonschema
 import pytest
 from click.testing import CliRunner, Result
+from packaging.specifiers import SpecifierSet
 
 from meshrl.cli.command import ago, print_json
+from meshrl.cli.doctor import examine
 from meshrl.cli.main import main
 from meshrl.cli.run_folder import RunFolder
 from meshrl.cli.status import RunStatus, ServiceRow, status_schema
@@ -394,6 +398,17 @@ def test_the_doctor_says_what_it_looked_at(tmp_path: Path) -> None:
     assert {"python", "open files", "memory", "disk", "GPUs", "network", "packages", "run"} <= looked_at.keys()
     assert set(looked_at.values()) <= {"ok", "warn", "fail"}
     assert result.exit_code == (1 if "fail" in looked_at.values() else 0)
+
+
+def test_the_doctor_takes_the_pythons_that_the_distribution_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = tomllib.loads((Path(__file__).parents[3] / "clients/python/pyproject.toml").read_text())["project"]
+    taken = SpecifierSet(project["requires-python"])
+    for minor in range(10, 15):
+        monkeypatch.setattr("meshrl.cli.doctor.sys", SimpleNamespace(version_info=(3, minor, 1)))
+        python = next(examine(RunFolder(tmp_path)))
+        assert (python.what, python.state == "ok") == ("python", taken.contains(f"3.{minor}.1"))
 
 
 @pytest.mark.parametrize(("hard", "state"), [(64, "fail"), (1024, "warn"), (4096, "ok")])

@@ -1,4 +1,4 @@
-"""`meshrl doctor`: looks at this machine, at a run's services and at its metrics for what commonly goes wrong.
+"""`meshrl doctor`: examines this machine, a run's services and its metrics.
 
 With --drift it runs the policy at learning rate 0, where all mismatch of engine and trainer is noise.
 """
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from meshrl.client import ChannelOptions
 
 WATCH_S = 60.0
-"""How long a trainer may take to send the steps that it keeps."""
+"""For a trainer to send the steps that it keeps."""
 LOW_MTU = 1280
 CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 INTERFACES = Path("/sys/class/net")
@@ -59,9 +59,9 @@ def examine(folder: RunFolder) -> Iterator[Diagnosis]:
 
 def _python() -> Diagnosis:
     found = platform.python_version()
-    if (3, 11) <= sys.version_info < (3, 13):
+    if (3, 11) <= sys.version_info < (3, 14):
         return Diagnosis(what="python", state="ok", found=found)
-    return Diagnosis(what="python", state="fail", found=found, remedy="meshrl runs on Python 3.11 and 3.12")
+    return Diagnosis(what="python", state="fail", found=found, remedy="meshrl runs on Python 3.11 to 3.13")
 
 
 def _memory() -> Diagnosis:
@@ -109,7 +109,7 @@ def _gpus() -> Diagnosis:
 
 
 def _network() -> Diagnosis:
-    """Congestion control and packet size, which decide how fast versions and rollouts cross a link between sites."""
+    """Congestion control and packet size bound the speed of a link between sites."""
     try:
         control = CONGESTION_CONTROL.read_text().strip()
         mtus = {each.parent.name: int(each.read_text()) for each in sorted(INTERFACES.glob("*/mtu"))}
@@ -156,7 +156,7 @@ def _services(folder: RunFolder) -> Iterator[Diagnosis]:
 
 
 def causes(folder: RunFolder, run: Observed) -> list[Diagnosis]:
-    """The causes of trouble in a run's metrics, the one that explains most first; none without metrics."""
+    """In the order of `diagnose`; none without metrics."""
     return [
         Diagnosis(what=one.cause, state="warn", found=f"{one.symptom}: {one.evidence}", remedy=_remedy(folder, one))
         for one in diagnose(run)
@@ -164,7 +164,7 @@ def causes(folder: RunFolder, run: Observed) -> list[Diagnosis]:
 
 
 async def observed_at(address: str, options: ChannelOptions) -> Observed:
-    """The metrics of a trainer's own run of its last steps; the orchestrator's are in its folder. Raises MeshError."""
+    """From the trainer's last steps alone: the orchestrator's metrics are in its folder. Raises MeshError."""
     from meshrl.client import TrainerClient  # gRPC, which a machine is examined without
     from meshrl.wire.types import StepState
 
@@ -193,7 +193,7 @@ def _remedy(folder: RunFolder, found: Ailment) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseFloor:
-    """The mismatch of one engine and one kernel over some steps: mean and largest |difference| of logprobs, and KL."""
+    """Mismatch of one engine and one kernel: mean and largest |difference| of logprobs, and KL."""
 
     engine: str
     kernel: str
@@ -203,11 +203,11 @@ class NoiseFloor:
     most_abs: float
     mean_kl: float
     before: float | None
-    """mean_abs of the run's own last steps, in which its weights lag behind."""
+    """mean_abs of the run's own last steps, whose weights lag behind."""
 
 
 def measure_drift(folder: RunFolder, steps: int, varied: Sequence[str]) -> list[NoiseFloor]:
-    """The noise floor with the run's configuration, and with each change KEY=VALUE. Raises CliError."""
+    """With the run's configuration, and with each change KEY=VALUE. Raises CliError."""
     config = folder.path / "configs/rl.toml"
     if not config.exists():
         raise CliError(f"{folder.path} has no configs/rl.toml: name the output folder of a run that `rl` started")
@@ -244,7 +244,7 @@ def _measured(folder: RunFolder, config: Path, steps: int, change: str) -> Noise
 
 
 def noise_floor(made: RunFolder, change: str, *, before: float | None) -> NoiseFloor:
-    """The mismatch of a run at learning rate 0. Raises CliError for one without mismatch metrics."""
+    """Of a run at learning rate 0. Raises CliError without mismatch metrics."""
     columns = made.history().series.columns
     found = [columns.get(f"mismatch_{name}") for name in ("abs/all/mean", "abs/all/max", "kl/all/mean")]
     mean_abs, most_abs, mean_kl = ([] if column is None else list(column.values) for column in found)
