@@ -1,1 +1,1 @@
-"""`meshrl conformance`: asks a server of any language what the contract promises, over a real channel."""
+"""`meshrl conformance`: checks a server of any language over a real channel."""

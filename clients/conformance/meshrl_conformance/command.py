@@ -1,4 +1,4 @@
-"""`meshrl conformance`: checks a server against the contract, and names each rule that it breaks."""
+"""`meshrl conformance`: names each rule of the contract that a server breaks."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from meshrl_conformance.probe import CHECKS, NotCheckedError, Probe, RefusedErro
 from meshrl_conformance.rules import EVERY, RULES
 
 MODULES = (every_service, rollout, trainer, weights, publishing)
-"""What has the checks, which register themselves."""
+"""Their checks register themselves."""
 EXCHANGE = "exchange"
 CONFORMS, BROKEN, UNREACHABLE = 0, 1, 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class RuleResult:
-    """What the check of a rule found: `keeps`, `breaks` or `not checked`, and why where it does not keep it."""
+    """`result` is `keeps`, `breaks` or `not checked`, with the reason of the last two in `found`."""
 
     rule: str
     result: str
@@ -38,10 +38,7 @@ class RuleResult:
 async def examine_server(
     address: str, service: str, *, full: bool, deadline_s: float, credentials: Credentials = INSECURE
 ) -> list[RuleResult]:
-    """Checks every rule of a service in turn.
-
-    Raises TimeoutError where nothing speaks gRPC at the address, and CliError where the server does not know us.
-    """
+    """Raises TimeoutError where nothing speaks gRPC, and CliError where the server does not know us."""
     probe = await open_probe(address, service, credentials=credentials, deadline_s=deadline_s, full=full)
     results = []
     try:
@@ -70,10 +67,8 @@ async def _be_let_in(probe: Probe) -> None:
 async def examine_worker(
     address: str, *, full: bool, deadline_s: float, credentials: Credentials = INSECURE
 ) -> list[RuleResult]:
-    """Checks every rule of a rollout worker, which dials in at `address`, in turn.
-
-    Raises TimeoutError where none does, and RuntimeError where nobody can listen there.
-    """
+    """The worker dials in at `address`. Raises TimeoutError where none does, and RuntimeError where nobody can
+    listen."""
     waiting = waiting_for_worker(address, full=full, deadline_s=deadline_s, credentials=credentials)
     async with waiting as probe:
         results = []

@@ -1,6 +1,6 @@
-"""Checks of what every service of the mesh does: health, contract version, limits and errors.
+"""Checks of every service: health, contract version, limits and errors.
 
-Each asks with a call that changes nothing, or that must be refused before it changes anything.
+Each call changes nothing, or must be refused first.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CODES_OF_GRPC = ("CANCELLED", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "UNAVA
 
 
 def first_call(service: str, version: str, *, sound: bool = False) -> tuple[str, Message]:
-    """The call in which both sides send their contract version. A hub's is one that it must refuse unless `sound`."""
+    """That carries the contract version both ways. A hub must refuse it unless `sound`."""
     if service == "rollout":
         return "ListEnvironments", rollout_pb2.ListEnvironmentsRequest(contract_version=version)
     if service == "trainer":
@@ -55,7 +55,7 @@ def look(service: str) -> tuple[str, Message]:
 
 
 def wrong_call(service: str, name: str) -> tuple[str, Message, str]:
-    """A call with `name` as an identifier, which changes nothing with any name; and the path of the identifier."""
+    """With `name` as an identifier, harmless with any; and the identifier's path."""
     own = str(uuid.uuid4())
     if service == "rollout":
         asked = rollout_pb2.RunRolloutsRequest(
@@ -140,14 +140,14 @@ async def _asked(probe: Probe, version: str) -> list[Any]:
 
 
 async def since_1_1(probe: Probe) -> None:
-    """Raises NotCheckedError for a server of an earlier contract."""
+    """Raises NotCheckedError for an earlier contract."""
     (answer,) = await _asked(probe, CONTRACT_VERSION)
     if not at_least(answer.contract_version, "1.1"):
         raise NotCheckedError(f"the server's contract is {answer.contract_version or 'not stated'}, before 1.1")
 
 
 async def bookmarks(probe: Probe, method: str, request: Any) -> list[Any]:
-    """The first two messages of a watch from now on, with a bookmark whenever nothing comes for a moment."""
+    """A watch's first two messages from now on; in silence these are bookmarks."""
     await since_1_1(probe)
     request.from_now, request.bookmark_s = True, BOOKMARK_S
     messages = await probe.call(method, request, until=lambda messages: len(messages) == 2)
@@ -173,7 +173,7 @@ async def _message_limit(probe: Probe) -> None:
 
 
 async def _padded(probe: Probe, size: int, what: str) -> None:
-    """A look whose message has a field of the future with `size` bytes."""
+    """A look with an unknown field of `size` bytes."""
     method, request = look(probe.service)
     request.MergeFromString(_varint(UNKNOWN_FIELD << 3 | 2) + _varint(size) + bytes(size))
     try:

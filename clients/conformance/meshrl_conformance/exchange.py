@@ -1,7 +1,7 @@
-"""Checks of a rollout worker that attaches to an orchestrator: this side plays the RolloutExchange.
+"""Checks of a rollout worker: this side plays the orchestrator's RolloutExchange.
 
-Groups that a worker must refuse stand in for work, so that no engine is needed; with --full a group is played as well.
-Each check but the first begins on a stream of its own, with nothing to do and credit for whatever it asks.
+Groups that a worker must refuse stand in for work, so no engine is needed; --full plays a group as well. Each check but
+the first has a fresh stream, with no calls and ample credit.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ WORKER_RULES = {
     "exchange.cut-off": "End a call that an earlier process played with `end`, reason UNREACHABLE, numbered after its"
     " last event and at least `next_seq`.",
 }
-"""What docs/contract.md says of workers, in the order in which it is checked."""
+"""The sentences of docs/contract.md, in the order of the checks."""
 
 
 class Attached:
-    """One stream of a worker, from its dialling in."""
+    """One stream of a worker."""
 
     def __init__(self) -> None:
         self.hello = pb.WorkerHello()
@@ -66,7 +66,7 @@ class Attached:
         self._events: asyncio.Queue[pb.CallEvent] = asyncio.Queue()
 
     async def read(self, messages: AsyncIterator[pb.AttachRequest]) -> None:
-        """Takes in what the worker sends, to the end of the stream."""
+        """To the end of the stream."""
         loop = asyncio.get_running_loop()
         try:
             async for message in messages:
@@ -94,19 +94,19 @@ class Attached:
         self.send(lease=lease)
 
     async def event(self, within_s: float) -> pb.CallEvent | None:
-        """The next event; None where none comes."""
+        """None where none comes."""
         try:
             return await asyncio.wait_for(self._events.get(), within_s)
         except TimeoutError:
             return None
 
     def said(self) -> int:
-        """Events that have come and were not looked at."""
+        """Events that nobody has looked at."""
         return self._events.qsize()
 
 
 class WorkerProbe:
-    """The exchange under which the worker is looked at. `stream` is the one that it has."""
+    """The exchange as the worker sees it, and its present `stream`."""
 
     def __init__(self, *, deadline_s: float, full: bool) -> None:
         self.deadline_s, self.full = deadline_s, full
@@ -115,12 +115,12 @@ class WorkerProbe:
         self.credit = 0
 
     async def attached(self) -> Attached:
-        """The worker's next stream, its hello read and no lease given. Raises TimeoutError."""
+        """The worker's next stream, after its hello. Raises TimeoutError."""
         self.stream = await asyncio.wait_for(self.dialled.get(), self.deadline_s)
         return self.stream
 
     async def again(self, credit: int, calls: dict[str, int]) -> Attached:
-        """Ends the stream, and has the worker go on over the next."""
+        """Ends the stream, and goes on over the worker's next."""
         self.stream.down.put_nowait(None)
         before = self.stream.hello.worker
         stream = await self.attached()
@@ -129,18 +129,18 @@ class WorkerProbe:
         return stream
 
     async def next_stream(self) -> None:
-        """Has the worker forget all calls and go on over a stream with credit. Raises TimeoutError."""
+        """With credit and all calls forgotten. Raises TimeoutError."""
         if self.stream.granted:
             await self.again(ENOUGH, {})
         else:
             self.stream.grant(ENOUGH, {})
 
     def refused_call(self) -> str:
-        """Starts a group that every worker must refuse; returns the call's id."""
+        """Starts a group that every worker must refuse. Returns the call's id."""
         return self.start(NO_ENVIRONMENT)
 
     def start(self, environment: str = "") -> str:
-        """Starts a group of an environment, by default the worker's first; returns the call's id."""
+        """By default of the worker's first environment. Returns the call's id."""
         call_id = str(uuid.uuid4())
         environment = environment or self.stream.hello.environments[0].name
         request = small_group(environment=environment, deadline_s=self.deadline_s)
@@ -148,7 +148,7 @@ class WorkerProbe:
         return call_id
 
     async def end_of(self, call_id: str) -> list[pb.CallEvent]:
-        """The events of a call up to its end, which are acknowledged. Raises RuleBrokenError where it has none."""
+        """The call's events up to its end, acknowledged. Raises RuleBrokenError without an end."""
         events: list[pb.CallEvent] = []
         while not events or not events[-1].HasField("end"):
             event = await self.stream.event(self.deadline_s)
@@ -292,7 +292,6 @@ WORKER_CHECKS: dict[str, WorkerCheck] = {
     "exchange.spool": _not_seen,
     "exchange.cut-off": _not_restarted,
 }
-"""The check of each rule by the rule's id."""
 
 
 class _Exchange(pb_grpc.RolloutExchangeServicer):
@@ -322,10 +321,7 @@ class _Exchange(pb_grpc.RolloutExchangeServicer):
 async def waiting_for_worker(
     address: str, *, deadline_s: float, full: bool, credentials: Credentials = INSECURE
 ) -> AsyncIterator[WorkerProbe]:
-    """Listens at `address` until a worker has dialled in.
-
-    Raises TimeoutError where none does, RuntimeError where it cannot listen.
-    """
+    """Listens at `address`. Raises TimeoutError where no worker dials in, RuntimeError where it cannot listen."""
     probe = WorkerProbe(deadline_s=deadline_s, full=full)
     server = grpc.aio.server(options=[("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.so_reuseport", 0)])
     pb_grpc.add_RolloutExchangeServicer_to_server(_Exchange(probe), server)  # type: ignore[no-untyped-call]  # generated

@@ -1,6 +1,6 @@
-"""A connection to the server under test: raw calls, what they were refused with, and the result of a check.
+"""A connection to the server under test: raw calls and their refusals.
 
-No retries and no conversion: a check sees the messages and the status as they came.
+No retries and no conversion: a check sees messages and status as they came.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ UPLOAD_TRIES = 5
 
 
 class RuleBrokenError(Exception):
-    """The server does not keep the rule; the text describes the deviation."""
+    """The text describes the deviation."""
 
 
 class NotCheckedError(Exception):
-    """The rule cannot be checked here; the text gives the reason."""
+    """The text gives the reason."""
 
 
 class RefusedError(Exception):
-    """A call ended with an error: its gRPC status, and the details as they came."""
+    """A call's error: its gRPC status and details as they came."""
 
     def __init__(self, method: str, error: grpc.aio.AioRpcError) -> None:
         self.method = method
@@ -71,7 +71,7 @@ class RefusedError(Exception):
 
 @dataclass(kw_only=True)
 class Probe:
-    """One server. `service` is rollout, trainer or weights; `memory` keeps what a check found out for later ones."""
+    """`memory` keeps findings for later checks."""
 
     address: str
     service: str
@@ -95,7 +95,7 @@ class Probe:
     async def call(
         self, method: str, *requests: Message, until: Callable[[Sequence[Any]], bool] = lambda answers: False
     ) -> list[Any]:
-        """Every message that a call is answered with, or those up to where `until` holds. Raises RefusedError."""
+        """Every answer, or those until `until` holds. Raises RefusedError."""
         for _ in range(UPLOAD_TRIES):
             try:
                 return await self._call(method, requests, until)
@@ -130,7 +130,7 @@ class Probe:
         return answers
 
     async def refused(self, method: str, *requests: Message, reason: Reason) -> RefusedError:
-        """Makes a call that must end with a reason and its gRPC status. Raises RuleBrokenError."""
+        """A call that must end with `reason` and its status. Raises RuleBrokenError."""
         try:
             await self.call(method, *requests)
         except RefusedError as refusal:
@@ -141,7 +141,7 @@ class Probe:
         raise RuleBrokenError(f"{method} was answered; must end with {reason.code.name} ({reason.name})")
 
     async def invalid(self, method: str, *requests: Message, fields: Sequence[str]) -> RefusedError:
-        """Makes a call that must end with INVALID_ARGUMENT and name `fields`. Raises RuleBrokenError."""
+        """A call that must end with INVALID_ARGUMENT and name `fields`. Raises RuleBrokenError."""
         refusal = await self.refused(method, *requests, reason=Reason.INVALID_REQUEST)
         if refusal.status is not None and (missing := [name for name in fields if name not in refusal.fields]):
             named = ", ".join(refusal.fields) or "none"
@@ -151,11 +151,11 @@ class Probe:
 
 Check = Callable[[Probe], Awaitable[None]]
 CHECKS: dict[str, Check] = {}
-"""The check of each rule by the rule's id."""
+"""By the rule's id."""
 
 
 def checks(rule: str) -> Callable[[Check], Check]:
-    """Makes a function the check of a rule: it returns, or raises RuleBrokenError or NotCheckedError."""
+    """Registers a function that returns, or raises RuleBrokenError or NotCheckedError."""
 
     def add(check: Check) -> Check:
         CHECKS[rule] = check
@@ -165,18 +165,18 @@ def checks(rule: str) -> Callable[[Check], Check]:
 
 
 def must(holds: bool, found: str) -> None:
-    """Raises RuleBrokenError with what was found, unless it holds."""
+    """Raises RuleBrokenError unless it holds."""
     if not holds:
         raise RuleBrokenError(found)
 
 
 def broken_by(error: MeshError) -> NoReturn:
-    """Raises RuleBrokenError for errors of this side's own reader of a message."""
+    """For errors of our own reader of a message."""
     raise RuleBrokenError(str(error)) from error
 
 
 async def open_probe(address: str, service: str, *, credentials: Credentials, deadline_s: float, full: bool) -> Probe:
-    """Connects. Raises TimeoutError where nothing speaks gRPC at the address within the deadline."""
+    """Raises TimeoutError where nothing speaks gRPC."""
     options = [
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),

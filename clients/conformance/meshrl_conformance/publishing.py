@@ -1,4 +1,4 @@
-"""Checks of a WeightSync that publish small versions to it, so only with --full: the whole way of a version."""
+"""Checks of a WeightSync by small versions that are published to it, with --full."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CRC32C = 0x82F63B78  # Castagnoli's polynomial, reversed
 
 
 def crc32c(data: bytes) -> int:
-    """The CRC32C (Castagnoli) of some bytes; slow, for the few that are sent here."""
+    """CRC32C (Castagnoli); slow, for little data."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc ^= byte
@@ -34,7 +34,7 @@ def crc32c(data: bytes) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class SmallVersion:
-    """A version of one tensor over the stream transport, with its bytes."""
+    """One tensor over the stream transport, with its bytes."""
 
     manifest: Manifest
     data: bytes
@@ -44,7 +44,7 @@ class SmallVersion:
         return artifact_id(self.manifest)
 
     def upload(self, *chunks: int, damaged: bool = False) -> Sequence[pb.CreateVersionRequest]:
-        """The manifest, then the chunks of these numbers, or all; `damaged` ones have a wrong checksum."""
+        """The manifest, then the chunks of these numbers, or all; `damaged` ones have wrong checksums."""
         messages = [pb.CreateVersionRequest(manifest=to_proto(self.manifest))]
         for number, entry in enumerate(self.manifest.chunks):
             if not chunks or number in chunks:
@@ -54,7 +54,7 @@ class SmallVersion:
         return messages
 
     def seal(self) -> pb.SealVersionRequest:
-        """The request that seals it, new with each call."""
+        """With a request id of its own."""
         named = self.manifest
         return pb.SealVersionRequest(
             request_id=str(uuid.uuid4()), run_id=named.run_id, epoch=named.epoch, version=named.version,
@@ -63,7 +63,7 @@ class SmallVersion:
 
 
 async def _version(probe: Probe, seed: int, *, epochs_ahead: int = 0) -> SmallVersion:
-    """The next version of this check's own epoch, which is begun at the hub with the first one."""
+    """The next of this check's own epoch, which the first one begins."""
     if "epoch" not in probe.memory:
         (listed,) = await probe.call("ListEngines", pb.ListEnginesRequest())
         probe.memory["epoch"], probe.memory["version"] = listed.epoch + 1, 0
@@ -84,7 +84,7 @@ async def _version(probe: Probe, seed: int, *, epochs_ahead: int = 0) -> SmallVe
 
 
 async def _sealed(probe: Probe) -> SmallVersion:
-    """One sealed version for all checks that look at it."""
+    """One for all checks that only look at it."""
     if "sealed" not in probe.memory:
         version = await _version(probe, seed=0)
         await probe.call("CreateVersion", *version.upload())
@@ -250,7 +250,7 @@ async def _abort(probe: Probe) -> None:
 
 
 async def _sealed_now(probe: Probe) -> SmallVersion:
-    """The newest version, sealed; a newer one takes the place of any before."""
+    """The newest version; it replaces those before."""
     version = await _version(probe, seed=7)
     await probe.call("CreateVersion", *version.upload())
     await probe.call("SealVersion", version.seal())

@@ -1,4 +1,4 @@
-"""Checks of a RolloutService: what it hosts, what it refuses, and with --full groups that it plays."""
+"""Checks of a RolloutService: its environments and refusals, and with --full groups."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from meshrl_conformance.probe import NotCheckedError, Probe, RefusedError, RuleB
 
 GROUP_SIZE = 2
 SHORTEST_S = 1e-6
-"""A deadline_s that passes before any service has found the group's task."""
+"""Passes before any service has found the task."""
 ENDS_WITHIN_S = 10.0
-"""What the stream of a group may take beyond its deadline_s, as the contract has it."""
+"""By the contract, of a group's stream beyond its deadline_s."""
 NO_ENVIRONMENT = "conformance: no such environment"
 
 
@@ -30,7 +30,7 @@ async def _environments(probe: Probe) -> Any:
 
 
 def small_group(*, environment: str, deadline_s: float, **fields: Any) -> pb.RunRolloutsRequest:
-    """A group of an environment that is like no group before; `fields` are set over it."""
+    """A new group; `fields` are set over the defaults."""
     asked: dict[str, Any] = {
         "request_id": str(uuid.uuid4()),
         "group_id": f"conformance-{uuid.uuid4()}",
@@ -44,7 +44,7 @@ def small_group(*, environment: str, deadline_s: float, **fields: Any) -> pb.Run
 
 
 async def _request(probe: Probe, **fields: Any) -> pb.RunRolloutsRequest:
-    """A group of the first environment; `fields` are set over it."""
+    """Of the first environment."""
     hosted = await _environments(probe)
     return small_group(**{"environment": hosted[0].name, "deadline_s": probe.deadline_s, **fields})
 
@@ -100,7 +100,7 @@ async def _cancel(probe: Probe) -> None:
 
 
 async def _played(probe: Probe) -> tuple[pb.RunRolloutsRequest, list[Any]]:
-    """One group, played once for all checks that look at it. Raises NotCheckedError where no engine plays it."""
+    """Played once for all checks. Raises NotCheckedError without an engine."""
     if "played" not in probe.memory:
         request = await _request(probe)
         try:

@@ -1,6 +1,6 @@
-"""Every rule of the contract that `meshrl conformance` asks a server about: its id, and its text.
+"""The rules that `meshrl conformance` checks: id and text, a sentence of docs/contract.md or the protos.
 
-Each is a sentence of docs/contract.md or of the protos, in one line. The checks are in the modules beside, one a rule.
+The modules beside have one check for each.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ EVERY = ("rollout", "trainer", "weights")
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """What a server must do. A rule that is `full` is checked by work that changes the server: --full."""
+    """`full` rules are checked by work that changes the server."""
 
     sentence: str
     services: tuple[str, ...] = EVERY
@@ -135,4 +135,4 @@ RULES: Mapping[str, Rule] = {
     **{name: _of("weights", sentence, full=True) for name, sentence in _WEIGHTS_FULL.items()},
     "errors.details": Rule(sentence=_EVERY_SERVICE["errors.details"]),
 }
-"""Every rule by its id, in the order in which they are checked. errors.details looks at every error before it."""
+"""In the order of the checks; errors.details looks at every error before it."""

@@ -1,4 +1,4 @@
-"""Checks of a TrainerService: what it returns and refuses, and with --full batches that it trains and a checkpoint."""
+"""Checks of a TrainerService: answers and refusals, and with --full batches and a checkpoint."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ async def _rows(probe: Probe) -> None:
 
 
 async def _trained(probe: Probe) -> tuple[list[Any], Any, Sequence[Any]]:
-    """One step, trained once for all checks that look at it: its upload, the answer, and its events."""
+    """Trained once for all checks: upload, answer and events."""
     if "trained" not in probe.memory:
         trainer = await _trainer(probe)
         run = trainer.runs[0]

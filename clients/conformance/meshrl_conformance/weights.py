@@ -1,4 +1,4 @@
-"""Checks of a WeightSync: its answers about versions and engines, and its refusals."""
+"""Checks of a WeightSync: answers and refusals."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_CHUNK_BYTES = 64 * 2**20
 
 
 async def _newest(probe: Probe) -> tuple[Manifest, str]:
-    """The newest committed manifest, and its id as the hub tells it. Raises NotCheckedError before the first."""
+    """With its id at the hub. Raises NotCheckedError before the first version."""
     try:
         (answer,) = await probe.call("GetManifest", pb.GetManifestRequest())
     except RefusedError as refusal:

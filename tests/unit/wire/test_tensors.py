@@ -87,5 +87,5 @@ def test_the_callers_expectation_is_checked():
 
 def test_names_agree_with_the_contract():
     assert {dtype.number for dtype in tensors.DTYPES.values()} == set(pb.DataType.values()) - {0}
-    assert all(tensors.dtype_name(tensors.dtype_number(name)) == name for name in tensors.DTYPES)
+    assert all(tensors.dtype_name(dtype.number) == name for name, dtype in tensors.DTYPES.items())
     assert tensors.dtype_name(99) is None

@@ -1,4 +1,4 @@
-"""`meshrl call`: one raw RPC, with JSON for the request and JSON for every answer."""
+"""`meshrl call`: one raw RPC, with request and answers as JSON."""
 
 from __future__ import annotations
 
@@ -102,8 +102,7 @@ def start_call(
     deadline_s: float | None,
     credentials: Credentials,
 ) -> Any:
-    """Begins a call of any RPC; the result is awaited, or read message by message from a server's stream. All
-    `requests` are sent if the client streams, else the first."""
+    """The pending call of any RPC. All `requests` are sent if the client streams, else the first."""
     path = f"/{method.containing_service.full_name}/{method.name}"
     kind = f"{'stream' if method.client_streaming else 'unary'}_{'stream' if method.server_streaming else 'unary'}"
     answer = message_factory.GetMessageClass(method.output_type)

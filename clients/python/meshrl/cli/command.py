@@ -1,4 +1,4 @@
-"""What commands share: their options, calls of a service, and errors of one line with a remedy."""
+"""What commands share: options, calls of a service, and errors of one line with a remedy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CLOSED_REMEDY = (
     "if it has certificates, it closes calls without one: name the run's folder with -o, or the folder of `meshrl join`"
     " in MESHRL_TLS_FOLDER; else see its log"
 )
-"""For a server that closes the connection before it has answered anything."""
+"""For a server that closes the connection before any answer."""
 
 
 class CliError(click.ClickException):
@@ -42,7 +42,7 @@ class CliError(click.ClickException):
 
 
 class UsageLineError(click.ClickException):
-    """A wrong command line in one line, without click's usage. Exit code 2."""
+    """One line, without click's usage. Exit code 2."""
 
     exit_code = 2
 
@@ -62,7 +62,6 @@ def folder_option(command: _Command) -> _Command:
 
 
 def address_option(command: _Command) -> _Command:
-    """Option: one service anywhere, in place of those that the run's folder names."""
     return click.option("--address", metavar="HOST:PORT", help="The service, where no run's folder names it.")(command)
 
 
@@ -88,7 +87,7 @@ def print_table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> Non
 
 
 def the_address(folder: RunFolder, service: str, address: str | None) -> str:
-    """The given address, or the folder's first for the service. Raises CliError."""
+    """`address`, else the folder's first of the service. Raises CliError."""
     found = (address,) if address else folder.addresses(service)
     if not found:
         raise CliError(
@@ -107,7 +106,7 @@ class _Changes(TypedDict, total=False):
 
 
 def options_for(folder: RunFolder, **changes: Unpack[_Changes]) -> ChannelOptions:
-    """With the run's credentials, where it has any. Raises CliError for unusable ones."""
+    """With the run's credentials, if any. Raises CliError for unusable ones."""
     from meshrl.client.channel import ChannelOptions  # gRPC takes 0.1 s to import, which `--help` need not wait for
     from meshrl.client.credentials import CredentialError, default_credentials
 
@@ -120,7 +119,7 @@ def options_for(folder: RunFolder, **changes: Unpack[_Changes]) -> ChannelOption
 
 
 def run(work: Coroutine[None, None, _T]) -> _T:
-    """Runs calls to services to their end; a failed one is a CliError with the service's own words."""
+    """Turns a failed call into a CliError with the service's own words."""
     import asyncio  # `--help` need not wait for it
 
     try:
@@ -144,7 +143,7 @@ def ask(
     address: str | None,
     question: Callable[[_Client], Awaitable[_T]],
 ) -> _T:
-    """The answer of one service, at the given address or the folder's first. Raises CliError."""
+    """The answer of one service. Raises CliError."""
 
     async def asked() -> _T:
         async with client(the_address(folder, service, address), options_for(folder)) as opened:

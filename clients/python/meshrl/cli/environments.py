@@ -1,4 +1,4 @@
-"""`meshrl envs`: the environments that the rollout services of a run host."""
+"""`meshrl envs`: the environments at a run's rollout services."""
 
 from __future__ import annotations
 

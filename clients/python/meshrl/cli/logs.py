@@ -1,4 +1,4 @@
-"""`meshrl logs`: the logs of a run's programs, together in the order of time, and as they grow."""
+"""`meshrl logs`: the logs of a run's programs, merged by time, and followed."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _chosen(folder: RunFolder, services: tuple[str, ...], attempt: int | None) -
 
 
 def _program(name: str) -> str:
-    """`eval` for `eval.2`, the log of its second run in one start."""
+    """`eval` for `eval.2`, its second log in one start."""
     program, _, number = name.rpartition(".")
     return program if number.isdecimal() else name
 

@@ -1,4 +1,4 @@
-"""Entry point of the `meshrl` command: one group of subcommands, each imported when it is called."""
+"""The `meshrl` command: subcommands are imported when they are called."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "watch": ("watch", "Show curves, rates, waits and programs in the terminal, again and again."),
     "weights": ("versions", "List weight versions and the engines that serve them."),
 }
-"""Each command's module in meshrl.cli and its line in `meshrl --help`."""
+"""Module in meshrl.cli, and line in `meshrl --help`."""
 
 OTHER_COMMANDS = "meshrl.commands"
 """Entry points by which other distributions add commands."""

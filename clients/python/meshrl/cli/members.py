@@ -1,4 +1,4 @@
-"""`meshrl run init`, `meshrl token` and `meshrl join`: who belongs to a run whose hosts share nothing but a network."""
+"""`meshrl run init`, `meshrl token` and `meshrl join`: the members of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`meshrl report`: a run in one HTML file, with its pictures, outcome, cost and best rollouts; it needs no network."""
+"""`meshrl report`: a run in one HTML file that needs no network."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from meshrl.wire.values import JsonObject
 
 STATIC = Path(__file__).parent / "ui/static"
 SCRIPTS = ("page.js", "chart.js", "overview.js", "timeline.js", "weights.js")
-"""Modules of `meshrl ui` that the page is drawn by, each after those that it imports."""
+"""Modules of `meshrl ui` that draw the page, each after its imports."""
 MOST_POINTS, MOST_SPANS = 1000, 1000
 SHOWN_KEYS = re.compile(r"\.(model\.name|optim\.\w+|loss\.\w+|max_steps|batch_size|group_size|max_async_level|seed)$")
 _DRAW = """
@@ -34,7 +34,7 @@ if (run.versions.versions.length) show("#versions", "Versions", versions(run.ver
 
 
 def report_page(folder: RunFolder, price: float | None) -> str:
-    """The page. Raises CliError for a folder in which no step has ended."""
+    """Raises CliError if no step has ended."""
     history = folder.history()
     outcome = folder.outcome(history, price)
     if outcome is None:

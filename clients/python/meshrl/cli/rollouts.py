@@ -1,4 +1,4 @@
-"""`meshrl rollouts`: the fate of each rollout, from the run's ledger, and the messages of those that are kept."""
+"""`meshrl rollouts`: the fate of each rollout, from the ledger, and the messages of kept ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ROW = """SELECT rollouts.rollout_id, rollouts.environment, rollouts.task_index,
 
 
 def find_trace(folder: RunFolder, name: str) -> str | None:
-    """The trace of the one rollout whose id begins with `name`, None without one. Raises CliError for more."""
+    """Of the rollout whose id begins with `name`, None without one. Raises CliError for several."""
     if not (folder.path / "ledger.sqlite").exists():
         return None
     with closing(_open(folder)) as ledger:
@@ -243,7 +243,7 @@ def _beginning(line: JsonObject) -> str:
 
 
 def first_words(line: JsonObject, most: int) -> str:
-    """The policy's first reply in a kept rollout, in one line of at most `most` characters."""
+    """The policy's first reply, in one line of at most `most` characters."""
     said = (
         message["text"]
         for sample in line.get("samples", ())

@@ -1,7 +1,4 @@
-"""Reads what a run has written to its output folder: addresses, metrics, ledger, logs, traces and checkpoints.
-
-Used by the commands that show a run; it writes nothing.
-"""
+"""Reads what a run has written to its output folder: addresses, metrics, ledger, logs, traces and checkpoints."""
 
 from __future__ import annotations
 
@@ -36,14 +33,14 @@ if TYPE_CHECKING:
     from meshrl.client.credentials import Credentials
 
 FULL_BYTES = 2**20
-"""A disk with less room takes no more logs, states and metrics."""
+"""With less room no program writes logs, states and metrics."""
 UNSET = "None"
-"""What a resolved configuration has for a key without a value: TOML has no null."""
+"""Of a key without a value in a resolved configuration: TOML has no null."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnd:
-    """Why a run ended: the program that died first, when (the time of the log's line), and the end of its log."""
+    """The program that died first, the time in the log, the reason, and the end of its log."""
 
     program: str
     at: str
@@ -56,7 +53,7 @@ class RunFolder:
     path: Path
 
     def config(self, program: str) -> JsonObject:
-        """The resolved configuration of one program. Empty when the folder has none that can be read."""
+        """The program's resolved configuration, empty without one that can be read."""
         path = self.path / "configs" / f"{program}.toml"
         try:
             found = path.stat()
@@ -65,8 +62,8 @@ class RunFolder:
             return {}
 
     def addresses(self, service: str) -> tuple[str, ...]:
-        """host:port of each `rollout`, `trainer` or `weights` server of the run, or where rollout workers dial in
-        (`exchange`). Of programs that were started by hand, which write no configuration, those of this machine."""
+        """host:port of each `rollout`, `trainer` or `weights` server, or where workers dial in (`exchange`). Programs
+        started by hand write no configuration: then those of this machine."""
         if service == "exchange":
             exchange = self.config("orchestrator").get("exchange")
             return (
@@ -87,8 +84,7 @@ class RunFolder:
         return tuple(local_address(host.strip("[]"), port) for host, _, port in served)
 
     def credentials(self) -> Credentials | None:
-        """The operator's credentials for the run's services. None if the environment has some, or the folder has
-        none."""
+        """The operator's. None if MESHRL_TLS_ variables are set, or the folder has none."""
         from meshrl.client.credentials import PREFIX, CredentialFiles, credentials_of  # gRPC takes 0.1 s to import
 
         folder = self.path / "credentials"
@@ -106,14 +102,11 @@ class RunFolder:
         return self.path / "weights"
 
     def saved_steps(self, *, to_resume: bool = False) -> list[int]:
-        """The steps that have a snapshot of the weights, or those that a run can resume from, in order."""
+        """With a snapshot of the weights, or those that a run can resume from, in order."""
         return steps_in(self.path / "checkpoints", "trainer") if to_resume else steps_in(self.path / "weights")
 
     def last_step(self) -> JsonObject | None:
-        """The last step's record in metrics.jsonl, None without one.
-
-        The file's last line may be half written, and evaluations have records without a reward.
-        """
+        """The newest of metrics.jsonl. Evaluations have records of their own, and the last line may be torn."""
         newest_first = json_records(lines_from_the_end(self.path / "metrics.jsonl"))
         return next((record for record in newest_first if "time/step" in record), None)
 
@@ -124,7 +117,7 @@ class RunFolder:
             return None
 
     def is_held(self) -> bool:
-        """Whether an `rl` on this machine runs here: it keeps a file of the folder locked."""
+        """Whether an `rl` on this machine holds the folder's lock."""
         try:
             with (self.path / "rl.lock").open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -135,7 +128,7 @@ class RunFolder:
         return False
 
     def is_running(self) -> bool:
-        """Whether programs run here: an `rl`, or others that reported a moment ago."""
+        """Whether an `rl` or other programs of the run are alive."""
         return self.is_held() or any(time.time() - state.at_s < SILENT_AFTER_S for state in self.states().values())
 
     def states(self) -> dict[str, ProgramState]:
@@ -149,14 +142,13 @@ class RunFolder:
         return f"the disk of {self.path} is full: {free / 2**20:.1f} MiB are free" if free < FULL_BYTES else ""
 
     def history(self) -> MetricsHistory:
-        """The metrics as written by now; `read_on` reads later ones."""
+        """As written by now; `read_on` reads later ones."""
         history = MetricsHistory(self.path / "metrics.jsonl")
         history.read_on()
         return history
 
     def outcome(self, history: MetricsHistory | None = None, price: float | None = None) -> RunOutcome | None:
-        """The run's outcome and cost. None without a step. `price` is of one device for an hour, by default the
-        configuration's."""
+        """None without a step. `price` is per device-hour, by default the configuration's."""
         history = history or self.history()
         engine = self.config("inference")
         size = engine.get("tensor_parallel_size")
@@ -184,7 +176,7 @@ class RunFolder:
         return None
 
     def why_it_ended(self) -> str:
-        """The error that `rl` ended with, in one line; "" after a good end, or while it runs."""
+        """The error that ended `rl`, in one line; "" after a good end, or while it runs."""
         end = self.end()
         return "" if end is None else end.why
 
@@ -203,8 +195,7 @@ class RunFolder:
         return found
 
     def observed(self, history: MetricsHistory | None = None) -> Observed:
-        """The input of `diagnose`: metrics, event loops and, without a step, dropped rollouts. `history` are metrics
-        that were read before."""
+        """The input of `diagnose`. `history`: metrics that were read before."""
         history = history or self.history()
         history.read_on()
         return Observed(
@@ -223,7 +214,7 @@ class RunFolder:
             return {row["reason"]: row["count"] for row in ledger.execute(query)}
 
     def ledger(self) -> sqlite3.Connection | None:
-        """A read-only connection to the run's ledger, None when there is none; the caller closes it."""
+        """Read-only, None without a ledger; the caller closes it."""
         path = self.path / "ledger.sqlite"
         try:
             connection = open_to_read(path)
@@ -235,11 +226,11 @@ class RunFolder:
         return connection
 
     def sampled_steps(self) -> list[int]:
-        """The steps of which rollouts are kept to be read."""
+        """Steps with kept rollouts."""
         return sorted(int(path.name.split(".")[0][5:]) for path in (self.path / "rollouts").glob("step_*.jsonl.zst"))
 
     def samples(self, step: int) -> list[JsonObject]:
-        """The rollouts of a step that are kept to be read; none where there is no such file."""
+        """The kept rollouts of a step."""
         try:
             with zstandard.open(self.path / "rollouts" / f"step_{step}.jsonl.zst", "rt", encoding="utf-8") as file:
                 return [json.loads(line) for line in file]
@@ -251,7 +242,7 @@ class RunFolder:
         return sorted(int(number) for number in numbers if number.isdecimal())
 
     def logs(self, attempt: int | None = None) -> dict[str, Path]:
-        """The log files of one start, else the newest, by name, such as `trainer` or `envs/train/words/env_server`."""
+        """The log files of one start, by default the newest, by name: `trainer`, `envs/train/words/env_server`."""
         attempts = self.attempts()
         root = self.path / "logs"
         if attempts:
@@ -259,8 +250,7 @@ class RunFolder:
         return {str(path.relative_to(root).with_suffix("")): path for path in sorted(root.rglob("*.log"))}
 
     def spans(self, program: str = "") -> Iterator[RunSpan]:
-        """Each span of the run, or of programs whose names begin with `program`. Half-written lines and vanished files
-        are left out."""
+        """Of programs whose names begin with `program`, by default all. Torn lines and vanished files are left out."""
         for path in trace_files(self.path / "traces"):
             if not path.name.startswith(program):
                 continue
@@ -272,9 +262,8 @@ class RunFolder:
 
 
 def open_to_read(path: Path) -> sqlite3.Connection:
-    """A connection that changes nothing, except that it rolls back the half-written work of a killed orchestrator,
-    without which a ledger with a rollback journal (on a network file system) cannot be read. Raises
-    sqlite3.OperationalError for a missing or unreadable file."""
+    """Read-only, unless a killed orchestrator has left a rollback journal (on a network file system), which must be
+    rolled back before reading. Raises sqlite3.OperationalError for a missing or unreadable file."""
     journal = path.with_name(f"{path.name}-journal")
     half_written = journal.exists() and journal.stat().st_size > 0 and os.access(path, os.W_OK)
     mode = "rw" if half_written else "ro"
@@ -283,7 +272,7 @@ def open_to_read(path: Path) -> sqlite3.Connection:
 
 @lru_cache(maxsize=64)
 def _toml(path: Path, _mtime_ns: int, _size: int) -> JsonObject:
-    """Cached by the file's time and size: the page asks for the same files every few seconds."""
+    """Cached by time and size: the page asks every few seconds."""
     with path.open("rb") as file:
         return tomllib.load(file)
 

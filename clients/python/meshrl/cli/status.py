@@ -1,7 +1,7 @@
 """`meshrl status`: every service of a run, its version, and how far behind that is.
 
-Asks rollout, trainer and weights at once, each with a deadline; the orchestrator serves nothing and is known by its
-files. A service that does not answer is a row with the reason.
+Rollout, trainer and weights are asked at once, each with a deadline. The orchestrator serves nothing: its files show
+its state. A service that does not answer is a row with the reason.
 """
 
 from __future__ import annotations
@@ -31,10 +31,8 @@ ANSWER_S = 3.0
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceRow:
-    """A service or an engine. `lag` is in versions behind the trainer; None where unknown.
-
-    The orchestrator's row is about its last step, when the trainer had that step's version.
-    """
+    """`lag` is in versions behind the trainer, None if unknown. The orchestrator's row is of its last step, as that
+    ended."""
 
     service: str
     address: str
@@ -57,13 +55,13 @@ class RunStatus:
     headline: str
     rows: tuple[ServiceRow, ...]
     waiting: str = ""
-    """Who waits for whom, and programs that are in trouble, in one sentence."""
+    """Who waits for whom, and programs in trouble."""
     ended_by: str = ""
     programs: tuple[ProgramState, ...] = ()
 
     @property
     def is_well(self) -> bool:
-        """Whether all answer, and no program of the run is stuck or silent for too long."""
+        """Whether all answer, and no program is in trouble."""
         in_trouble = any(program.trouble(time.time()) for program in self.programs)
         return bool(self.rows) and all(row.is_well for row in self.rows) and not in_trouble
 

@@ -1,6 +1,6 @@
-"""Reads the spans that programs write below traces/: OTLP JSON lines, each a zstd frame of its own.
+"""Reads the spans in traces/: OTLP JSON lines, each a zstd frame; those of earlier versions are plain.
 
-Files of earlier versions are plain lines. An incomplete frame is read at the next look, a damaged one is left out.
+An incomplete frame is read at the next look, a damaged one is left out.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from meshrl.wire.values import JsonObject
 PATTERNS = ("*.jsonl", "*.jsonl.zst")
 _FRAME = b"\x28\xb5\x2f\xfd"
 _FIRST_BYTES = 4096
-"""Bytes in which the end of a frame is looked for first. Those behind it are copied."""
+"""Searched first for the end of a frame; bytes behind it are copied."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,12 +40,12 @@ class RunSpan:
 
 
 def trace_files(folder: Path) -> list[Path]:
-    """By name; what stands before the first dot names the program."""
+    """By name, whose first part is the program's."""
     return sorted(path for pattern in PATTERNS for path in folder.glob(pattern))
 
 
 def read_lines(path: Path, begin: int = 0) -> tuple[list[bytes], int]:
-    """The readable whole lines from byte `begin` on, and where to read on."""
+    """The whole lines from byte `begin` on, and where to read on."""
     with path.open("rb") as file:
         file.seek(begin)
         data = file.read()
@@ -82,7 +82,7 @@ def _frame(data: memoryview) -> tuple[bytes, int] | None:
 
 
 def spans_of(path: Path, lines: list[bytes]) -> Iterator[RunSpan]:
-    """Of lines of the file; one that is none in OTLP's JSON form is left out."""
+    """Lines that are not OTLP JSON are left out."""
     program = path.name.partition(".")[0]
     for line in lines:
         try:

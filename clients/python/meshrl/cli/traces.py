@@ -1,4 +1,4 @@
-"""`meshrl trace`: the spans of a run: those of one step, the slowest of each kind, or all of them for Perfetto."""
+"""`meshrl trace`: the spans of one step, the slowest of each kind, or all for Perfetto."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from meshrl.wire.values import JsonObject
 
 STEP_SPAN = "rl.step"
 _ID = 8
-"""Numbers of as many digits are the beginning of an id, not a step."""
+"""Numbers of as many digits begin an id."""
 
 
 def read_spans(folder: RunFolder) -> list[RunSpan]:
-    """By their start. Raises CliError when there are none."""
+    """By start. Raises CliError without any."""
     found = sorted(folder.spans(), key=lambda span: span.start_s)
     if not found:
         raise CliError(f"{folder.path} has no traces: name a run's output folder with -o")
@@ -152,8 +152,8 @@ def export(folder: RunFolder, target: Path) -> None:
 def _events(spans: Sequence[RunSpan]) -> Iterable[JsonObject]:
     """Chrome's trace events; spans of one program that overlap without nesting get tracks of their own.
 
-    Perfetto wants whole microseconds (it drops slices that overlap by a rounding), ids of threads that no other thread
-    or process has, and numbered arrows from the earlier begin to the later.
+    Perfetto needs whole microseconds (it drops slices that overlap by a rounding), thread ids that no other thread or
+    process has, and numbered arrows from the earlier begin to the later.
     """
     programs = {program: number for number, program in enumerate(sorted({span.program for span in spans}), 1)}
     begin_us = min(span.start_us for span in spans)
@@ -183,7 +183,7 @@ def _events(spans: Sequence[RunSpan]) -> Iterable[JsonObject]:
 
 
 def _track(tracks: list[list[tuple[int, int]]], span: RunSpan) -> int:
-    """The first track on which the span nests into an open one, or follows the last; a new one if none has room."""
+    """The first track that the span nests into or follows, else a new one."""
     for number, opened in enumerate(tracks):
         while opened and opened[-1][1] <= span.start_us:
             opened.pop()

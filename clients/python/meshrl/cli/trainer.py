@@ -1,4 +1,4 @@
-"""`meshrl trainer` and `meshrl run`: checkpoints and the end of a trainer, and its runs."""
+"""`meshrl trainer` and `meshrl run`: a trainer's checkpoints, end and runs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _ask(folder: RunFolder, address: str | None, question: Callable[[TrainerClie
 
 
 def drain_trainer(folder: RunFolder, address: str | None, deadline_s: float) -> int:
-    """Returns the step that the trainer ended with. Raises CliError."""
+    """Returns its last step. Raises CliError."""
     return _ask(folder, address, lambda client: client.drain(deadline_s))
 
 

@@ -1,4 +1,4 @@
-"""`meshrl weights`: the versions that the hub knows, the engines that serve them, and the steps that are kept."""
+"""`meshrl weights`: versions at the hub, the engines that serve them, and kept steps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from meshrl.wire.saved_steps import pin_step, pinned_steps, unpin_step
 from meshrl.wire.types import VersionInfo
 
 QUIET_S = 0.5
-"""The hub's watch sends the past at once, so it is over after this long a silence."""
+"""The hub's watch sends the past at once: this silence ends it."""
 
 
 step_argument = click.argument("step", type=click.IntRange(min=1))

@@ -1,4 +1,4 @@
-"""`meshrl watch`: curves, rates, waits and programs of a run in a terminal, looked at again and again."""
+"""`meshrl watch`: curves, rates, waits and programs of a run in a terminal, redrawn in place."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CURVES = (
     ("  for rollouts", "time/wait_for_rollouts"),
     ("  for the trainer", "time/wait_for_ckpt"),
 )
-"""A label and its metric; `eval/` stands for the first mean score of an evaluation."""
+"""Labels and metrics; `eval/` is the first mean score of an evaluation."""
 LEAST_WIDTH = 40
 BLOCKS, LETTERS = " ▁▂▃▄▅▆▇█", " .:-=+*#@"
 
@@ -48,7 +48,7 @@ def sparkline(values: Sequence[float], ramp: str) -> str:
 def screen(
     status: RunStatus, history: MetricsHistory, causes: Sequence[str], *, width: int, letters: bool
 ) -> Iterator[str]:
-    """The lines of one look, none longer than `width`: sentences are wrapped, rows of services are cut off."""
+    """One look, no line longer than `width`: sentences are wrapped, rows of services cut off."""
     room = max(LEAST_WIDTH, width)
     now = f"now: {status.waiting}" if status.waiting else ""
     ended = f"it ended by: {status.ended_by}" if status.ended_by else ""

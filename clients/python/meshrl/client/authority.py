@@ -1,8 +1,8 @@
-"""The certificate authority of one run: made by `meshrl run init`, used to let members in for a day at a time.
+"""The certificate authority of one run, made by `meshrl run init`. It lets members in for a day at a time.
 
-The authority's key never leaves its folder, a member's key never its host: the member sends a request signed with its
-key, and gets a certificate. Role and name are in its URI, spiffe://meshrl/RUN/ROLE/NAME; its DNS names are those of the
-role's servers and the hosts bound to the member's token. All cryptography is the library's: ECDSA on P-256, X.509.
+Its key never leaves its folder, a member's key never its host: the member sends a request signed with its key. The
+certificate's URI, spiffe://meshrl/RUN/ROLE/NAME, has role and name; its DNS names are those of the role's servers and
+the hosts bound to the member's token.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from meshrl.client.trust import SERVING, Role, Trust, TrustFile
 CERTIFICATE_S = 24 * 3600.0
 AUTHORITY_DAYS = 3650
 BACKDATED_S = 300.0
-"""Certificates count from a little before they are made, since clocks differ."""
+"""Clocks differ."""
 
 SERVER_NAMES = 8
-"""Newest names of a role that a certificate has, for clients that have not learned of the last revocations."""
+"""The newest of a role in each certificate, for clients that have not learned of the last revocations."""
 
 
 class AuthorityError(ValueError):
-    """The authority's folder, or a request to it, is not what it must be; the message names the remedy."""
+    """The message names the remedy."""
 
 
 class Authority:
-    """The authority in a folder: ca.key, ca.pem and the trust file. Every method raises AuthorityError and OSError."""
+    """ca.key, ca.pem and the trust file of a folder. Every method raises AuthorityError and OSError."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.trust = folder, TrustFile(folder / TRUST_FILE)
@@ -55,7 +55,7 @@ class Authority:
 
     @classmethod
     def create(cls, folder: Path, run: str) -> Authority:
-        """Makes an authority for a run of this name. Raises AuthorityError if there is one."""
+        """Raises AuthorityError if the folder has one."""
         check_name(run)
         if (folder / "ca.key").exists():
             raise AuthorityError(f"{folder} holds an authority already; use it, or name another folder")
@@ -88,7 +88,7 @@ class Authority:
 
     @property
     def fingerprint(self) -> str:
-        """sha256:HEX of the authority's public key, by which a host that joins recognises this run."""
+        """sha256:HEX of the public key, by which a host that joins recognises this run."""
         return key_hash(self.certificate)
 
     def enroll(self, token: str, name: str, request_pem: bytes, hosts: Sequence[str]) -> tuple[Role, bytes]:
@@ -97,7 +97,7 @@ class Authority:
         return member.role, self.sign(request_pem, member.role, member.name, hosts=member.hosts)
 
     def renew(self, role: Role, name: str, request_pem: bytes) -> bytes:
-        """The next certificate of a member, for the same hosts. Raises ValueError for one that is revoked or none."""
+        """For the same hosts. Raises ValueError for a member that is revoked or unknown."""
         member = self.trust.renewed(role, name, _key_hash(_key_of(request_pem)))
         return self.sign(request_pem, role, name, hosts=member.hosts)
 
@@ -105,7 +105,7 @@ class Authority:
         self, request_pem: bytes, role: Role, name: str, by: str, *,
         hosts: Sequence[str] = (), ttl_s: float = CERTIFICATE_S,
     ) -> bytes:  # fmt: skip
-        """`by` is kept in place of a token. Raises ValueError."""
+        """`by` stands in place of a token. Raises ValueError."""
         bound = tuple(map(canonical_host, hosts))
         member = self.trust.note_member(role, name, by, _key_hash(_key_of(request_pem)), bound)
         return self.sign(request_pem, role, member.name, ttl_s=ttl_s, hosts=member.hosts)
@@ -113,11 +113,11 @@ class Authority:
     def sign(
         self, request_pem: bytes, role: Role, name: str, *, ttl_s: float = CERTIFICATE_S, hosts: Sequence[str] = ()
     ) -> bytes:
-        """A member's certificate for the key of a request, followed by the authority's own, in PEM.
+        """A member's certificate and the authority's own, in PEM.
 
-        Of the request only its key counts, and that its sender has it. `hosts`: DNS names and addresses that the
-        certificate is good for besides. Raises AuthorityError for a request that is none, a revoked member and hosts of
-        a role that does not serve, and ValueError for hosts that are none.
+        Only the request's key counts, and the proof that its sender has it. `hosts`: DNS names and addresses that the
+        certificate names besides. Raises AuthorityError for a bad request, a revoked member and hosts of a role that
+        does not serve, ValueError for bad hosts.
         """
         key, name = _key_of(request_pem), member_name(name)
         trust = self.trust.read()  # at one moment: a member that is revoked later has none of the later names
@@ -159,7 +159,7 @@ class Authority:
 
 
 def request_for(folder: Path, name: str) -> bytes:
-    """A certificate request in PEM for the key in `folder`, which is made where it is missing."""
+    """In PEM, for the key in `folder`, which is made if missing."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     file = folder / "key.pem"
     if not file.exists():
@@ -191,7 +191,7 @@ def _key_hash(key: ec.EllipticCurvePublicKey) -> str:
 
 
 def names_lack(cert: Path, trust: Trust) -> bool:
-    """Whether a member's certificate lacks its role's present server name. Raises OSError, ValueError."""
+    """Whether the certificate lacks its role's present server name. Raises OSError, ValueError."""
     certificate = x509.load_pem_x509_certificate(cert.read_bytes())
     names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     found = names.get_values_for_type(x509.DNSName)
@@ -199,12 +199,12 @@ def names_lack(cert: Path, trust: Trust) -> bool:
     return any(server_name(role, trust.num_revoked(role)) not in found for role in roles)
 
 
-def renew_in_s(cert: Path, now: datetime.datetime | None = None) -> float:
-    """Seconds until two thirds of a certificate's life are over, at least 0. Raises OSError, ValueError."""
+def renew_in_s(cert: Path) -> float:
+    """Seconds until two thirds of its life are over, at least 0. Raises OSError, ValueError."""
     certificate = x509.load_pem_x509_certificate(cert.read_bytes())
     life = certificate.not_valid_after_utc - certificate.not_valid_before_utc
     due = certificate.not_valid_before_utc + life * 2 / 3
-    return max(0.0, (due - (now or datetime.datetime.now(datetime.UTC))).total_seconds())
+    return max(0.0, (due - datetime.datetime.now(datetime.UTC)).total_seconds())
 
 
 def _host_name(host: str) -> x509.GeneralName:

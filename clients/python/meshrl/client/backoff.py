@@ -1,4 +1,4 @@
-"""How long to wait before the next attempt: twice as long each time, with jitter."""
+"""Waits between attempts, twice as long each time, with jitter."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import random
 from collections.abc import Callable
 
 AWAY_S = (0.1, 0.5)
-"""The first and the longest wait between calls of a service that is away."""
+"""First and longest wait between calls of a service that is away."""
 
 
 class Backoff:
-    """Waits that double from `first_s` to `most_s`, each shortened by chance by up to `jitter` of itself, to spread
-    callers that failed together. `draw` returns the chance, from 0 (shortest wait) to 1 (the whole wait)."""
+    """Doubles from `first_s` to `most_s`. Each wait is shortened at random by up to `jitter` of itself, to spread
+    callers that failed together. `draw` returns 0 (shortest wait) to 1 (whole wait)."""
 
     def __init__(
         self, first_s: float, most_s: float, *, jitter: float = 0.5, draw: Callable[[], float] = random.random

@@ -1,7 +1,7 @@
 """The base of all clients: one channel with limits, keepalive, retries, deadlines, trace context and errors.
 
-A call that fails raises `MeshError` and nothing else. Only UNAVAILABLE on an idempotent unary call is retried here;
-streams resume by revision or offset instead.
+A failed call raises `MeshError` and nothing else. Only UNAVAILABLE on idempotent unary calls is retried; streams resume
+by revision or offset instead.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from meshrl.wire.trace import TRACEPARENT, format_traceparent
 # A server sends this with the initial metadata of every stream: the sign that the stream stands.
 CONTRACT_KEY = "meshrl-contract"
 RECONNECT_MS = 250
-"""The longest wait between two attempts to connect."""
+"""Longest wait between attempts to connect."""
+LOOKAHEAD_BYTES = 4 * 2**20
 CONNECT_MS = 2000
 """For one attempt: a far server takes several round trips."""
 
@@ -37,10 +38,8 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, kw_only=True)
 class ChannelOptions:
-    """Limits of a client. In seconds: unary_deadline_s for a unary call, upload_deadline_s for a batch,
-    transfer_stall_s without a chunk of a version, stream_margin_s for a group's stream beyond its request's deadline_s,
-    reconnect_s for which a watch looks for its server, keepalive_s between pings, keepalive_timeout_s for their
-    answer."""
+    """In seconds: `transfer_stall_s` without a chunk of a version, `stream_margin_s` for a group's stream beyond its
+    deadline_s, `reconnect_s` for a watch to find its server again."""
 
     unary_deadline_s: float = 30.0
     upload_deadline_s: float = 120.0
@@ -53,13 +52,12 @@ class ChannelOptions:
     keepalive_timeout_s: float = 10.0
     retry_attempts: int = 4
     retry_backoff_s: float = 0.2
-    lookahead_bytes: int = 4 * 2**20
     credentials: Credentials | None = None
     """None takes what the MESHRL_TLS_ variables name."""
 
 
 def service_config(service: str, methods: Sequence[str], options: ChannelOptions) -> str:
-    """gRPC's service config (JSON) that retries UNAVAILABLE on `methods`, which must be idempotent."""
+    """gRPC's service config (JSON) that retries UNAVAILABLE on these idempotent `methods`."""
     retry = {
         "maxAttempts": options.retry_attempts,
         "initialBackoff": f"{options.retry_backoff_s:.3f}s",
@@ -81,7 +79,7 @@ def channel_arguments(config: str, options: ChannelOptions) -> list[tuple[str, i
         ("grpc.keepalive_timeout_ms", round(options.keepalive_timeout_s * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.http2.lookahead_bytes", options.lookahead_bytes),
+        ("grpc.http2.lookahead_bytes", LOOKAHEAD_BYTES),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", RECONNECT_MS),
         ("grpc.min_reconnect_backoff_ms", CONNECT_MS),
@@ -91,9 +89,9 @@ def channel_arguments(config: str, options: ChannelOptions) -> list[tuple[str, i
 
 
 class Outgoing:
-    """The messages of a stream that goes up. Setting `stopped` ends it before the next message.
+    """The messages of an upward stream; `stopped` ends it before the next one.
 
-    grpc.aio reports an error of their source as a cancelled call alone: `raise_failure` has the reason.
+    grpc.aio reports an error of their source as a cancelled call: `raise_failure` has the reason.
     """
 
     def __init__(self, source: AsyncGenerator[object, None]) -> None:
@@ -118,7 +116,7 @@ class Outgoing:
 
 
 class ServiceClient:
-    """Base of the clients: owns the channel to one server. Use as an async context manager, or call `close`."""
+    """Owns the channel to one server. Use as an async context manager, or call `close`."""
 
     service: str
     server_role: str
@@ -145,11 +143,11 @@ class ServiceClient:
         await self.close()
 
     async def close(self, grace_s: float | None = None) -> None:
-        """Ends every call that still runs after `grace_s`."""
+        """Ends calls that still run after `grace_s`."""
         await self._channel.close(grace_s)
 
     async def wait_until_connected(self, deadline_s: float) -> None:
-        """Returns once the connection is open, with its TLS. Raises UNREACHABLE after `deadline_s`."""
+        """Waits for the connection with its TLS. Raises UNREACHABLE."""
         try:
             async with asyncio.timeout(deadline_s):
                 await self._channel.channel_ready()
@@ -158,8 +156,7 @@ class ServiceClient:
             raise MeshError(Reason.UNREACHABLE, text) from error
 
     async def why_not_serving(self, deadline_s: float) -> str:
-        """Empty when the server's health is SERVING within `deadline_s`, else its answer. Raises NOT_SUPPORTED for a
-        server without a health service."""
+        """ "" if the server's health is SERVING. Raises NOT_SUPPORTED without a health service."""
         stub = health_pb2_grpc.HealthStub(self._channel)
         try:
             reply = await stub.Check(health_pb2.HealthCheckRequest(service=self.service), timeout=deadline_s)
@@ -176,8 +173,8 @@ class ServiceClient:
         return f"its health says {health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)}"
 
     async def wait_until_serving(self, deadline_s: float, on_wait: Callable[[str], None] = lambda why: None) -> None:
-        """`on_wait` gets the reason, at once and whenever it changes. Raises UNREACHABLE after `deadline_s`, and
-        NOT_SUPPORTED at once for a server without a health service."""
+        """`on_wait` gets the reason at once and when it changes. Raises UNREACHABLE after `deadline_s`, and
+        NOT_SUPPORTED at once without a health service."""
         loop = asyncio.get_running_loop()
         end = loop.time() + deadline_s
         last = "no answer"
@@ -217,10 +214,8 @@ class ServiceClient:
         messages: AsyncGenerator[object, None],
         deadline_s: float | None,
     ) -> _T:
-        """Streams `messages` up and returns the one answer; stops sending once the server begins to answer.
-
-        Without that stop, grpc.aio would report a write that failed instead of an early refusal (grpc/grpc#36066).
-        """
+        """Sends until the server begins to answer: else grpc.aio would report a failed write instead of an early
+        refusal (grpc/grpc#36066)."""
         upload = Outgoing(messages)
 
         async def listen(pending: grpc.aio.Call) -> None:
@@ -278,10 +273,10 @@ class ServiceClient:
         after_revision: int,
         parse: Callable[[Any], _T | None],
     ) -> AsyncGenerator[_T, None]:
-        """Yields parsed events in order of revision, over as many streams as it takes.
+        """Parsed events by revision, over as many streams as it takes.
 
-        A stream that breaks is opened again from the last revision, for up to `reconnect_s`; an event unknown to
-        `parse` is passed over. Ends when the server ends the stream.
+        A broken stream is opened again from the last revision, for up to `reconnect_s`. Events unknown to `parse` are
+        skipped. Ends when the server ends the stream.
         """
         loop = asyncio.get_running_loop()
         last_seen = after_revision
@@ -315,7 +310,7 @@ class ServiceClient:
 
     @contextmanager
     def _span(self, method: str, start: bool = True) -> Iterator[tuple[trace.Span, tuple[tuple[str, str], ...] | None]]:
-        """A client span around a call, and the metadata that carries its context. Frequent gets and lists have none."""
+        """A client span, and the metadata with its context. Frequent gets and lists have none."""
         if not start or method.startswith(("Get", "List")):
             yield trace.INVALID_SPAN, self._metadata(trace.get_current_span())
             return
@@ -346,7 +341,7 @@ class ServiceClient:
         return ((*metadata, (TRACEPARENT, traceparent)) if traceparent else metadata) or None
 
     def _raise_if_cut(self, call: object) -> None:
-        """Raises UNREACHABLE if the call ended because a certificate of its server's role was revoked."""
+        """Raises UNREACHABLE if a revocation ended the call."""
         if isinstance(self._channel, ReloadingChannel) and self._channel.was_cut(call):
             raise MeshError(
                 Reason.UNREACHABLE,

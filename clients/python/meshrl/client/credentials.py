@@ -1,7 +1,7 @@
 """How two programs of the mesh trust each other: one object opens every channel and adds every port.
 
-By default it uses the MESHRL_TLS_ variables, and plain connections without them. A server with a certificate answers
-only callers whose certificate the same authority has signed; without one, callers show a token.
+The default is the MESHRL_TLS_ variables, else plain connections. A server with a certificate answers only callers with
+a certificate of the same authority; without one, callers show a token.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TRUST_FILE = "trust.sqlite"
 
 
 class CredentialError(ValueError):
-    """The message names the file and the remedy."""
+    """The message names file and remedy."""
 
 
 class Credentials(Protocol):
@@ -39,21 +39,21 @@ class Credentials(Protocol):
         """Whether traffic is encrypted and authenticated."""
 
     def open_channel(self, address: str, arguments: ChannelArguments, server: str = "") -> grpc.aio.Channel:
-        """A channel that connects with its first call. `server` is the role of the server's certificate. Empty takes
-        any name that fits the address."""
+        """Connects with its first call. `server` is the role in the server's certificate; "" takes any name that fits
+        the address."""
 
     def open_blocking_channel(self, address: str, arguments: ChannelArguments, server: str = "") -> grpc.Channel:
-        """For code without an event loop, which closes it soon: no new certificate is looked for."""
+        """For short use without an event loop: new certificates are not looked for."""
 
     def add_port(self, server: grpc.aio.Server, address: str) -> int:
-        """Has a server that is not started listen at `address`. Returns the port. Raises RuntimeError as grpc does."""
+        """For a server that is not started. Returns the port. Raises RuntimeError as grpc does."""
 
     def metadata(self) -> Metadata:
-        """The metadata that identifies the caller of each call."""
+        """Identifies the caller of each call."""
 
 
 class InsecureCredentials:
-    """For loopback, and networks where every host is trusted."""
+    """For loopback and trusted networks."""
 
     encrypted = False
 
@@ -92,10 +92,10 @@ class CredentialFiles:
     """Those that are None are not used."""
 
     ca: Path | None = None
-    """Of the authority that signs for peers, in PEM."""
+    """The authority that signs for peers, in PEM."""
 
     cert: Path | None = None
-    """In PEM, followed by those that lead to the authority."""
+    """In PEM, followed by those up to the authority."""
 
     key: Path | None = None
     token: Path | None = None
@@ -106,7 +106,7 @@ class CredentialFiles:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> CredentialFiles:
-        """MESHRL_TLS_CA, _CERT, _KEY, _TOKEN and _TRUST, else what the folder MESHRL_TLS_FOLDER holds."""
+        """MESHRL_TLS_CA, _CERT, _KEY, _TOKEN and _TRUST, else the contents of MESHRL_TLS_FOLDER."""
         folder = environ.get(f"{PREFIX}FOLDER")
         found = cls() if not folder else cls.of_folder(Path(folder))
         named = {each.name: environ.get(PREFIX + each.name.upper()) for each in fields(cls)}
@@ -123,7 +123,7 @@ class CredentialFiles:
         return {PREFIX + name.upper(): str(path) for name, path in paths.items() if path is not None}
 
     def check(self) -> None:
-        """Raises CredentialError for files that are not there or do not go together."""
+        """Raises CredentialError for files that are missing or do not match."""
         if (self.cert is None) != (self.key is None):
             given, missing = ("cert", "key") if self.key is None else ("key", "cert")
             raise CredentialError(
@@ -146,7 +146,7 @@ class CredentialFiles:
 
 
 def credentials_of(files: CredentialFiles, *, by_host: bool = False) -> Credentials:
-    """`by_host`: a server's certificate, of another authority, names its host, not its role. Raises CredentialError."""
+    """`by_host`: certificates of another authority name the server's host, not its role. Raises CredentialError."""
     if files == CredentialFiles():
         return INSECURE
     files.check()
@@ -159,16 +159,16 @@ def credentials_of(files: CredentialFiles, *, by_host: bool = False) -> Credenti
 
 
 def default_credentials() -> Credentials:
-    """By the variables of this process. Raises CredentialError."""
+    """By this process's variables. Raises CredentialError."""
     by_host = os.environ.get(NAMES_VARIABLE) == "hosts"
     return credentials_of(CredentialFiles.from_environ(os.environ), by_host=by_host)
 
 
 class FileCredentials:
-    """A file that changes is read again, for the next handshake or call."""
+    """A changed file is read again at the next handshake or call."""
 
     def __init__(self, files: CredentialFiles, *, by_host: bool = False, asks: bool = True) -> None:
-        """asks: whether a server with these identifies callers; False for one that lets members in."""
+        """`asks`: whether a server with these identifies callers; False lets members in."""
         self.files, self.asks = files, asks
         self._by_host = by_host
         learns = files.trust is not None and files.ca is not None and not by_host and _is_of_a_run(files.ca)
@@ -181,7 +181,7 @@ class FileCredentials:
 
     @property
     def mutual(self) -> bool:
-        """Whether a server with these asks every caller for a certificate."""
+        """Whether a server with these requires certificates of callers."""
         return self.files.cert is not None and self.files.ca is not None
 
     def metadata(self) -> Metadata:
@@ -190,7 +190,7 @@ class FileCredentials:
         return bearer(self._token.read()[0].decode("ascii").strip())
 
     def open_channel(self, address: str, arguments: ChannelArguments, server: str = "") -> grpc.aio.Channel:
-        """TLS where there is a `ca`; a certificate is shown where there is one."""
+        """TLS with a `ca`; a certificate is shown if there is one."""
         if self.files.ca is None:
             return grpc.aio.insecure_channel(address, options=arguments)
         reread, name = _Reread(self._shown()), self._name_of(server)
@@ -213,13 +213,13 @@ class FileCredentials:
         return [path for path in (self.files.ca, self.files.key, self.files.cert) if path is not None]
 
     def _name_of(self, server: str) -> str:
-        """The present name of the certificate of a server of this role. Empty for that of its host."""
+        """The present name in a certificate of this role; "" for the host's."""
         if not server or self._by_host:
             return ""
         return server_name(server, 0 if self._revocations is None else self._revocations.read().num_revoked(server))
 
     def add_port(self, server: grpc.aio.Server, address: str) -> int:
-        """A new certificate is used from the next handshake on; streams that stand go on."""
+        """A new certificate counts from the next handshake on; open streams go on."""
         if self.files.cert is None or self.files.key is None:
             return int(server.add_insecure_port(address))
         reread = _Reread([self.files.key, self.files.cert, *([self.files.ca] if self.files.ca else [])])
@@ -246,7 +246,7 @@ class Revocations:
         self._trust = Trust(tokens={}, revoked=frozenset())
 
     def read(self) -> Trust:
-        """While the file cannot be read, what it held before."""
+        """The last state while the file cannot be read."""
         if self._stamp.changed():
             try:
                 self._stamp.read()

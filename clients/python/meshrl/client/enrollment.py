@@ -1,7 +1,7 @@
-"""How a host joins a run and stays in it: it gets a certificate for a join token, and renews it before it expires.
+"""How a host joins a run by a token, and renews its certificate before it expires.
 
-The token comes with the hash of the authority's key. The authority's certificate is taken from the server and compared
-with it before anything is sent.
+The token comes with the hash of the authority's key, which is compared with the server's authority before anything is
+sent.
 """
 
 from __future__ import annotations
@@ -40,9 +40,8 @@ async def join(
 ) -> tuple[str, Role]:
     """Fills `folder` with a member's credentials; returns the run's name and the member's role.
 
-    address: host:port of the run's enrollment server. ca_hash: sha256:HEX, as `meshrl token create` prints it. hosts:
-    those of the token that the certificate is to name; empty takes all. Raises MeshError, and ValueError for a bad
-    name.
+    `address` is the enrollment server's, `ca_hash` sha256:HEX. `hosts` of the token go into the certificate, by default
+    all. Raises MeshError, and ValueError for a bad name.
     """
     name, hosts = member_name(name), list(map(canonical_host, hosts))
     authority = await asyncio.to_thread(pinned_authority, address, ca_hash)
@@ -69,7 +68,7 @@ async def renew(folder: Path, credentials: Credentials) -> None:
 
 
 async def revoked_members(folder: Path, credentials: Credentials) -> set[tuple[str, str]]:
-    """(role, name) of each member whose access was revoked. Raises MeshError, OSError."""
+    """(role, name) of each. Raises MeshError, OSError."""
     address = renewal_address(folder)
     async with credentials.open_channel(address, [], _SERVER) as channel:
         stub = identity_pb2_grpc.EnrollmentServiceStub(channel)  # type: ignore[no-untyped-call]  # generated
@@ -83,9 +82,9 @@ def renewal_address(folder: Path) -> str:
 
 
 def pinned_authority(address: str, ca_hash: str) -> x509.Certificate:
-    """The certificate of the authority whose key has this hash, from the server at an address. Blocking.
+    """The server's authority, if its key has this hash. Blocking.
 
-    Raises UNREACHABLE for a server that does not answer, and UNAUTHENTICATED for one of another authority.
+    Raises UNREACHABLE, and UNAUTHENTICATED for another authority.
     """
     host, _, port = address.rpartition(":")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

@@ -1,6 +1,6 @@
-"""Closes connections of an aiohttp server on which no request arrives, for whose first one aiohttp waits for ever.
+"""Closes idle connections of an aiohttp server, which waits for ever for a first request.
 
-The time counts until a request is complete, and again from the end of each answer.
+The time counts until a request is complete, and again from each answer's end.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from contextlib import asynccontextmanager
 from aiohttp import web
 
 IDLE_S = 60.0
-"""Longer than clients keep an unused connection, so that none is closed under a request."""
+"""Longer than clients keep unused connections, so none is closed under a request."""
 
 
 class IdleConnections:
-    """`middleware` is the application's first, and `closed` surrounds the serving."""
+    """`middleware` must be the application's first; `closed` surrounds the serving."""
 
     def __init__(self) -> None:
         self._idle_s = IDLE_S

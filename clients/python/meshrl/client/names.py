@@ -1,4 +1,4 @@
-"""Names in certificates: of members, of roles and of hosts, each in the one spelling in which it is compared."""
+"""Names in certificates, of members, roles and hosts, in the spelling in which they are compared."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Iterable, Sequence
 
 MAX_HOSTS = 16
 MEMBER_URI = "spiffe://meshrl/"
-"""Start of the URIs of an authority, RUN, and of a member, RUN/ROLE/NAME."""
+"""An authority's URI goes on with RUN, a member's with RUN/ROLE/NAME."""
 
 RESERVED = "meshrl"
-"""The domain of roles' names, which no host and no member has."""
+"""The domain of roles' names, closed to hosts and members."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _LABEL = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?")
@@ -20,16 +20,16 @@ _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
 
 
 def server_name(role: str, revoked: int = 0) -> str:
-    """The DNS name of a role's servers, on any host: ROLE.meshrl.
+    """ROLE.meshrl: the DNS name of a role's servers on any host.
 
-    revoked: number of revoked members of the role. Each revocation gives its servers another name, for which the
-    authority signs no certificate of a revoked one.
+    Each of the role's `revoked` members changes it to one for which the authority signs no certificate of a revoked
+    member.
     """
     return f"{role}-{revoked}.{RESERVED}" if revoked else f"{role}.{RESERVED}"
 
 
 def check_name(name: str) -> str:
-    """Raises ValueError for a name of a run or a member that no certificate can carry."""
+    """Raises ValueError for a name that no certificate can carry."""
     if not _NAME.fullmatch(name):
         raise ValueError(
             f"a member's name has 1 to 63 letters, digits, dots, hyphens or underscores, got {name!r}; give another"
@@ -46,10 +46,10 @@ def member_name(name: str) -> str:
 
 
 def canonical_host(host: str) -> str:
-    """A DNS name or an address as certificates carry it: lower case, no trailing dot, IDNA; addresses as usual.
+    """A DNS name or address as certificates carry it: lower case, no trailing dot, IDNA.
 
-    Raises ValueError for a wildcard, a blank, a control character, an address in another notation, or a name of the
-    domain `meshrl`.
+    Raises ValueError for wildcards, blanks, control characters, unusual notations of addresses, and the domain
+    `meshrl`.
     """
     address = _address(host)
     if address is not None:
@@ -72,7 +72,7 @@ def canonical_host(host: str) -> str:
 
 
 def bound_host(host: str) -> str:
-    """A host, or a network such as 10.1.0.0/16, as a token keeps it. Raises ValueError."""
+    """A host or a network such as 10.1.0.0/16. Raises ValueError."""
     if "/" not in host:
         return canonical_host(host)
     try:
@@ -82,8 +82,8 @@ def bound_host(host: str) -> str:
 
 
 def granted_hosts(bound: Iterable[str], asked: Sequence[str]) -> list[str]:
-    """The hosts of a certificate: the ones `asked` for, or all bound ones but networks. Raises ValueError for one that
-    was not bound."""
+    """A certificate's hosts: those `asked` for, or all bound ones but networks. Raises ValueError for one that is not
+    bound."""
     bound = list(bound)
     if not asked:
         return [host for host in bound if "/" not in host]

@@ -1,4 +1,4 @@
-"""Files and folders that only their owner may read: credentials, and what programs keep in /tmp or /dev/shm."""
+"""Files and folders for their owner alone: credentials, and those of programs in /tmp or /dev/shm."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _OTHERS_WRITE = 0o022
 
 
 def private_folder(path: Path) -> Path:
-    """Makes a missing folder with mode 0700; its parents as usual. Returns `path`.
+    """Makes a missing folder with mode 0700, its parents as usual. Returns `path`.
 
-    Raises PermissionError where `path` is a link or no folder, belongs to another user, or others may write to it.
+    Raises PermissionError for a link, a file, and a folder that belongs to others or that others may write to.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
@@ -40,7 +40,7 @@ def private_folder(path: Path) -> Path:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Replaces a file, whole, on disk, for its owner alone."""
+    """Replaces a file whole and on disk, for its owner alone."""
     unfinished = path.with_name(path.name + ".tmp")
     unfinished.unlink(missing_ok=True)
     with os.fdopen(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:

@@ -1,8 +1,7 @@
 """A gRPC channel whose certificate, and whose server's name, may change while it is used.
 
-Once the certificate has changed it opens another channel of gRPC; running calls go on over the old one, which is closed
-after the last. Once a server's certificate has been revoked, its role's servers get another name, and calls over the
-old channel end.
+A changed certificate opens another channel; running calls finish on the old one. A revoked server certificate renames
+the role's servers, and calls over the old channel end.
 """
 
 from __future__ import annotations
@@ -15,12 +14,11 @@ from weakref import WeakSet
 import grpc
 
 LOOK_S = 1.0
-"""Seconds between looks, while calls run, whether their server is still trusted."""
+"""Between looks whether the server of running calls is still trusted."""
 
 
 class ReloadingChannel(grpc.aio.Channel):  # type: ignore[misc]  # grpc has no types
-    """Opens a channel with `connect`, and another before the first call after `changed()` or `distrusted()`, which
-    raise as reading files does."""
+    """Connects anew before the first call after `changed()` or `distrusted()`, which may raise OSError."""
 
     def __init__(
         self,
@@ -126,7 +124,7 @@ class ReloadingChannel(grpc.aio.Channel):  # type: ignore[misc]  # grpc has no t
         await self._current.channel_ready()
 
     async def close(self, grace: float | None = None) -> None:
-        """Ends every call that still runs after `grace` seconds."""
+        """Ends calls that still run after `grace` seconds."""
         if self._looking is not None:
             self._looking.cancel()
         await asyncio.gather(*(channel.close(grace) for channel in self._running), *self._closing)

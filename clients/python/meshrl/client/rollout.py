@@ -1,4 +1,4 @@
-"""Client of RolloutService: asks for groups of rollouts and receives each one the moment it is scored."""
+"""Client of RolloutService: requests groups, and gets each rollout once it is scored."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from meshrl.wire.types import (
 from meshrl.wire.validate import validate_contract_version
 
 _REFUSED = "Connection refused"
-"""gRPC's words for a server whose process is gone, with all that it kept."""
+"""In gRPC's error if the server's process is gone, with all that it kept."""
 CANCEL_DEADLINE_S = 2.0
-"""For the call that ends a group which would outlive its closed stream."""
+"""For the call that ends a group whose stream was closed."""
 
 
 class RolloutClient(ServiceClient):
-    """Every method raises MeshError, and nothing else, when its call fails."""
+    """Failed calls raise MeshError alone."""
 
     service = "meshrl.v1.RolloutService"
     server_role = "rollout"
@@ -47,7 +47,7 @@ class RolloutClient(ServiceClient):
         self._ending: set[asyncio.Task[None]] = set()
         self.contract_version = ""
         self.capabilities: frozenset[str] = frozenset()
-        """Of the server, as its version, once it has listed its environments."""
+        """The server's, once it has listed its environments."""
 
     async def close(self, grace_s: float | None = None) -> None:
         if self._ending:
@@ -55,7 +55,7 @@ class RolloutClient(ServiceClient):
         await super().close(grace_s)
 
     async def list_environments(self, deadline_s: float | None = None) -> tuple[EnvironmentInfo, ...]:
-        """Raises CONTRACT_MISMATCH for a server of another major version."""
+        """Raises CONTRACT_MISMATCH for another major version."""
         request = pb.ListEnvironmentsRequest(
             contract_version=CONTRACT_VERSION, capabilities=capabilities.ROLLOUT_CALLER
         )
@@ -65,11 +65,11 @@ class RolloutClient(ServiceClient):
         return tuple(convert.from_proto(EnvironmentInfo, environment) for environment in response.environments)
 
     async def run_rollouts(self, request: RolloutRequest) -> AsyncGenerator[RolloutEvent, None]:
-        """Yields the rollouts and failures of one group in order of completion, then its summary.
+        """Yields a group's rollouts and failures in order of completion, then its summary.
 
-        An unreadable rollout comes as a failure with reason BAD_ROLLOUT. Closing the iterator (`contextlib.aclosing`)
-        cancels the group. A stream that breaks is attached to again, for up to `linger_s` of the request, if the server
-        can; else, and if it ends without its summary, it raises UNREACHABLE.
+        An unreadable rollout is a failure with reason BAD_ROLLOUT. Closing the iterator (`contextlib.aclosing`) cancels
+        the group. A broken stream is attached to again for up to `linger_s` if the server can. Otherwise, and at an end
+        without summary, it raises UNREACHABLE.
         """
         asked = request if request.traceparent else replace(request, traceparent=current_traceparent())
         loop = asyncio.get_running_loop()
@@ -114,7 +114,7 @@ class RolloutClient(ServiceClient):
         yield summary
 
     async def _end_group(self, group_id: str) -> None:
-        """If that fails, the server ends it after its linger_s."""
+        """If it fails, the server ends the group after its linger_s."""
         request = pb.CancelRolloutsRequest(request_id=str(uuid.uuid4()), group_ids=[group_id])
         with suppress(MeshError):
             await self._unary(self._stub.CancelRollouts, "CancelRollouts", request, CANCEL_DEADLINE_S)

@@ -1,4 +1,4 @@
-"""Client of TrainerService: submits batches and follows the steps that they become."""
+"""Client of TrainerService: submits batches and follows their steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshrl.wire.validate import validate_contract_version
 
 
 class TrainerClient(ServiceClient):
-    """Every method raises MeshError, and nothing else, when its call fails."""
+    """Failed calls raise MeshError alone."""
 
     service = "meshrl.v1.TrainerService"
     server_role = "publisher"
@@ -30,14 +30,14 @@ class TrainerClient(ServiceClient):
         self._stub = trainer_pb2_grpc.TrainerServiceStub(self._channel)  # type: ignore[no-untyped-call]  # generated
 
     async def get_trainer(self) -> TrainerInfo:
-        """Raises CONTRACT_MISMATCH for a server of another major version."""
+        """Raises CONTRACT_MISMATCH for another major version."""
         request = pb.GetTrainerRequest(contract_version=CONTRACT_VERSION)
         response = await self._unary(self._stub.GetTrainer, "GetTrainer", request)
         validate_contract_version(response.contract_version)
         return convert.from_proto(TrainerInfo, response)
 
     async def submit_batch(self, batch: Batch) -> int:
-        """Returns the revision of the batch's QUEUED event. Submitting the same batch again is harmless."""
+        """Returns the revision of the batch's QUEUED event. Submitting a batch again is harmless."""
 
         async def upload() -> AsyncGenerator[pb.SubmitBatchRequest, None]:
             for message in convert.batch_to_messages(batch):
@@ -48,10 +48,10 @@ class TrainerClient(ServiceClient):
         return int(response.revision)
 
     def watch_steps(self, run_id: str = "", after_revision: int = 0) -> AsyncGenerator[StepEvent, None]:
-        """Yields the events of a run after a revision, history first, then live, until the trainer drains.
+        """A run's events after a revision, history first, then live, until the trainer drains.
 
-        Reconnects and resumes for up to `reconnect_s`, then raises UNREACHABLE. Raises REVISION_EXPIRED when the
-        history begins after `after_revision`.
+        Reconnects for up to `reconnect_s`, then raises UNREACHABLE. Raises REVISION_EXPIRED when the history begins
+        later.
         """
         return self._watch(
             self._stub.WatchSteps,
@@ -62,14 +62,14 @@ class TrainerClient(ServiceClient):
         )
 
     async def save_checkpoint(self, run_id: str = "", weights_only: bool = False) -> tuple[int, str]:
-        """Returns (step, path on the trainer's file system) once the checkpoint is durable."""
+        """Returns (step, path on the trainer's file system) once it is durable."""
         request = pb.SaveCheckpointRequest(request_id=str(uuid.uuid4()), run_id=run_id, weights_only=weights_only)
         deadline_s = self.options.checkpoint_deadline_s
         response = await self._unary(self._stub.SaveCheckpoint, "SaveCheckpoint", request, deadline_s)
         return int(response.step), str(response.path)
 
     async def create_run(self, run_id: str, spec: RunSpec | None = None) -> RunInfo:
-        """Adds a run to the trainer. None trains it as the trainer's own run."""
+        """Without a spec it is trained as the trainer's own run."""
         request = pb.CreateRunRequest(request_id=str(uuid.uuid4()), run_id=run_id)
         if spec is not None:
             request.spec.CopyFrom(convert.to_proto(spec))
@@ -82,7 +82,7 @@ class TrainerClient(ServiceClient):
         return convert.from_proto(RunInfo, response.run)
 
     async def suspend_run(self, run_id: str, message: str = "") -> RunInfo:
-        """Has the trainer take no batches of a run until `resume_run`."""
+        """The trainer takes no batches of the run until `resume_run`."""
         request = pb.SuspendRunRequest(request_id=str(uuid.uuid4()), run_id=run_id, message=message)
         response = await self._unary(self._stub.SuspendRun, "SuspendRun", request)
         return convert.from_proto(RunInfo, response.run)
@@ -103,7 +103,7 @@ class TrainerClient(ServiceClient):
         await self._unary(self._stub.DeleteRun, "DeleteRun", request)
 
     async def drain(self, deadline_s: float | None = None) -> int:
-        """Has the trainer finish its queue and end. Returns the last step that finished."""
+        """The trainer finishes its queue and ends. Returns its last finished step."""
         limit_s = self.options.checkpoint_deadline_s if deadline_s is None else deadline_s
         response = await self._unary(self._stub.Drain, "Drain", pb.DrainRequest(), limit_s)
         return int(response.step)

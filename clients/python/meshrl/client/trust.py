@@ -1,7 +1,7 @@
-"""The trust file of a run, `trust.sqlite`: hashes of its tokens, the members that got certificates, and revocations.
+"""A run's trust file, `trust.sqlite`: hashes of its tokens, its members, and revocations.
 
-The run's `rl`, the `meshrl` command and the enrollment server write it. Servers read it to check callers, clients to
-check servers. A token is ID.SECRET; the secret has 256 random bits, so its plain SHA-256 discloses nothing.
+`rl`, the `meshrl` command and the enrollment server write it. Servers check callers by it, clients check servers. A
+token is ID.SECRET; the secret has 256 random bits, so its plain SHA-256 discloses nothing.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class Role(enum.StrEnum):
     """An engine: takes versions."""
 
     HUB = "hub"
-    """The run's weight hub: decides on versions and hands them out."""
+    """Decides on versions and hands them out."""
 
     RELAY = "relay"
-    """A relay of the hub: takes versions and hands them on to the engines of its site."""
+    """Takes versions from the hub for the engines of its site."""
 
     ROLLOUT = "rollout"
     """A rollout service or worker: plays environments."""
@@ -54,38 +54,38 @@ class Role(enum.StrEnum):
     """Drives the run."""
 
     OPERATOR = "operator"
-    """A person, or a script, that may do what the `meshrl` command does."""
+    """A person or script, with all rights of the `meshrl` command."""
 
     VIEWER = "viewer"
     """Looks, and changes nothing."""
 
     TENANT = "tenant"
-    """Has runs of its own in a mesh of others: makes, drives and ends those alone."""
+    """Makes, drives and ends runs of its own in a shared mesh, and no others."""
 
 
 SERVING = frozenset(Role) - {Role.OPERATOR, Role.VIEWER, Role.TENANT}
-"""Roles whose programs serve, and whose certificates may name hosts."""
+"""Their certificates may name hosts."""
 
 
 class TokenError(ValueError):
-    """A join token does not count; the message gives the reason and the remedy."""
+    """The message has the reason and the remedy."""
 
 
 @dataclass(frozen=True)
 class Scope:
-    """What a token is good for, beside its role; kept as one JSON object."""
+    """A token's rights beside its role; kept as one JSON object."""
 
     hosts: tuple[str, ...] = ()
-    """Hosts, and networks of hosts, that a certificate may name, in canonical form."""
+    """Hosts and networks, in canonical form, that a certificate may name."""
 
     runs: tuple[str, ...] = ()
-    """Patterns of the runs that its bearer, and members that came by it, may name, such as `team-a-*`. Empty: all."""
+    """Patterns, such as `team-a-*`, of the runs that its bearer and its members may name. Empty: all."""
 
     max_runs: int | None = None
-    """Most runs that they may have in a trainer at once."""
+    """At once in a trainer."""
 
     tokens_per_day: int | None = None
-    """Most tokens of their batches that a trainer takes in a day of UTC."""
+    """Most tokens of their batches in a day of UTC."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class KnownToken:
 
 @dataclass(frozen=True)
 class Member:
-    """The holder of a certificate, with the hosts that it names."""
+    """The holder of a certificate, and its hosts."""
 
     role: Role
     name: str
@@ -113,10 +113,10 @@ class Member:
 class Trust:
     tokens: dict[str, KnownToken]
     revoked: frozenset[tuple[str, str]]
-    """(role, name) of each member whose certificates no longer count."""
+    """(role, name) of each."""
 
     came_by: Mapping[tuple[str, str], KnownToken] = field(default_factory=dict)
-    """The tokens by which members came, by (role, name)."""
+    """The token of each member, by (role, name)."""
 
     def num_revoked(self, role: str) -> int:
         """Decides the name of the role's servers."""
@@ -134,7 +134,7 @@ class Trust:
 
 
 class TrustFile:
-    """The file. Every method raises OSError or sqlite3.Error for one that cannot be used."""
+    """Every method raises OSError or sqlite3.Error for an unusable file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -167,11 +167,10 @@ class TrustFile:
         max_runs: int | None = None,
         tokens_per_day: int | None = None,
     ) -> str:
-        """A new token of a role, ID.SECRET, which is shown this once. An existing `id_` is replaced.
+        """A new token, ID.SECRET, shown this once; an existing `id_` is replaced. `hosts` are names, addresses and
+        networks in any form.
 
-        Its scope has the `hosts` (names, addresses and networks, in any form), `runs`, `max_runs` and `tokens_per_day`.
-        Raises ValueError for a host that is none of these, for hosts of a role that does not serve, and for a tenant
-        without runs.
+        Raises ValueError for bad hosts, hosts of a role that does not serve, and a tenant without runs.
         """
         if role is Role.TENANT and not runs:
             raise ValueError("a tenant has runs of its own; name them with --runs PATTERN, such as --runs 'team-a-*'")
@@ -191,10 +190,10 @@ class TrustFile:
         return f"{id_}.{secret}"
 
     def enroll(self, token: str, name: str, key: str, asked: Sequence[str]) -> Member:
-        """Records a member that has joined by a token, with the hash of its key; `asked` as in `granted_hosts`.
+        """Records a member that joins by a token, with its key's hash; `asked` as in `granted_hosts`.
 
-        Raises TokenError for a token that does not count, and ValueError for a name that is invalid, another's, revoked
-        or enrolled with another key, and for hosts that were not bound to the token.
+        Raises TokenError for the token, and ValueError for a name that is invalid, another's, revoked or enrolled with
+        another key, and for hosts that the token lacks.
         """
         id_, _, secret = token.partition(".")
         name = member_name(name)
@@ -211,7 +210,7 @@ class TrustFile:
         return member
 
     def note_member(self, role: Role, name: str, by: str, key: str = "", hosts: Sequence[str] = ()) -> Member:
-        """Records a member let in by the authority's owner; `by` stands in place of a token, `hosts` are canonical.
+        """Records a member that the authority's owner lets in, with `by` in place of a token and canonical `hosts`.
         Raises ValueError for a name that is invalid, another's or revoked."""
         member = Member(role, member_name(name), tuple(hosts) if role in SERVING else ())
         with self._open() as connection:
@@ -220,7 +219,7 @@ class TrustFile:
         return member
 
     def renewed(self, role: Role, name: str, key: str) -> Member:
-        """The member that renews its certificate, from now on with this key. Raises ValueError for one that is none."""
+        """The member, from now on with this key. Raises ValueError for an unknown or revoked one."""
         with self._open() as connection:
             row = connection.execute(
                 "UPDATE members SET key = ? WHERE role = ? AND name = ? AND NOT revoked RETURNING hosts",
@@ -231,9 +230,9 @@ class TrustFile:
         return Member(role, name, tuple(json.loads(row[0])))
 
     def revoke(self, what: str) -> list[str]:
-        """Revokes a token (ID or ID.SECRET), or one member, ROLE/NAME; returns what is revoked now.
+        """Revokes a token (ID or ID.SECRET) or a member, ROLE/NAME; returns all that it revoked.
 
-        With a token go all members that came by it, and those of other roles with their names, which are the same host.
+        A token takes its members along, and members of other roles with their names, which are the same host.
         """
         role, _, name = what.partition("/")
         with self._open() as connection:
@@ -249,7 +248,7 @@ class TrustFile:
         return [f"token {what.partition('.')[0]}"] * bool(tokens) + revoked
 
     def shut_out(self, members: Collection[tuple[str, str]]) -> None:
-        """Records members, (role, name) each, that another file of the run lists as revoked."""
+        """Records (role, name) of members that another of the run's files lists as revoked."""
         with self._open() as connection:
             connection.executemany("INSERT OR REPLACE INTO members VALUES (?, ?, '', '', '[]', 1)", sorted(members))
 

@@ -1,1 +1,1 @@
-"""What is wrong with a run, from the metrics that it wrote: for `meshrl doctor` and for the alerts of a run."""
+"""Finds a run's troubles in its metrics, for `meshrl doctor` and a run's alerts."""

@@ -1,7 +1,7 @@
-"""The causes of trouble that a run's metrics show, each with its evidence and the key to change.
+"""Causes of trouble in a run's metrics, with evidence and the key to change.
 
-`CAUSES` is in the order of ranking: a cause stands before its consequences, such as a learning rate of 0 before a
-reward that stands still. Each looks at the last steps alone, so that it is over when they are well again.
+`CAUSES` is ranked: a cause stands before its consequences, such as a learning rate of 0 before a flat reward. Each
+looks at the last steps alone, so that it ends when they are well again.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from meshrl.diagnosis.history import Column
 
 RECENT = 5
-"""Steps that "now" is the mean of."""
+"""Steps whose mean is "now"."""
 BEST = 3
-"""Steps in a row with the best mean of the run."""
+"""Consecutive steps with the run's best mean."""
 TREND = 15
 """Fewest steps for a trend."""
 MOST_ERRORED = 0.05
@@ -27,7 +27,7 @@ MOST_MASKED = 0.4
 MOST_STALE = 0.3
 MOST_REPEATED = 0.5
 MOST_ALIKE = 0.9
-"""Share of groups whose rewards are equal, of which nothing is learned."""
+"""Share of groups with equal rewards, which teach nothing."""
 MOST_WAITING = 0.5
 MOST_SAVING = 0.25
 LEAST_S = 1.0
@@ -41,16 +41,13 @@ ENTROPY_SHARE = 0.05
 LENGTH_TIMES = 2.5
 FALLEN = 0.2
 NOISES = 3.0
-"""Standard errors by which a mean must have moved before it counts."""
+"""Standard errors by which a mean must move."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Observed:
-    """Facts about a run.
-
-    `synchronous`: the trainer waits for each batch by design. `loop_lags_s`: how late the programs' event loops are.
-    `dropped`: rollouts that were dropped by reason, for a run without a step.
-    """
+    """`synchronous`: the trainer waits for each batch by design. `loop_lags_s`: of the programs' event loops.
+    `dropped`: rollouts by reason, of a run without a step."""
 
     columns: Mapping[str, Column]
     synchronous: bool = False
@@ -62,7 +59,7 @@ class Observed:
         return () if column is None else column.values
 
     def now(self, name: str) -> list[float]:
-        """A metric in the last RECENT steps. Empty where fewer have it, or where the newest lacks it."""
+        """The last RECENT values. Empty if there are fewer, or the newest step lacks it."""
         column, steps = self.columns.get(name), self.columns.get("time/step")
         if column is None or len(column.steps) < RECENT:
             return []
@@ -71,7 +68,7 @@ class Observed:
         return list(column.values[-RECENT:])
 
     def trend(self, name: str, least: int = TREND) -> list[float]:
-        """All values of a metric that at least so many steps have, the newest too; else empty."""
+        """All values, if there are `least` and the newest step has one; else empty."""
         values = self.values(name)
         return list(values) if len(values) >= least and self.now(name) else []
 
@@ -80,7 +77,7 @@ class Observed:
         return statistics.fmean(found) if found else None
 
     def above(self, name: str, least: float) -> float | None:
-        """The mean of `now` where it is above `least`, else None."""
+        """The mean of `now` if it is above `least`."""
         found = self.mean(name)
         return found if found is not None and found > least else None
 
@@ -91,7 +88,7 @@ class Observed:
 
 @dataclass(frozen=True, kw_only=True)
 class Ailment:
-    """A cause of a run's trouble: the evidence in figures, the key to change, and how."""
+    """A cause with its evidence in figures, the key to change, and how."""
 
     cause: str
     symptom: str
@@ -101,16 +98,14 @@ class Ailment:
 
     @property
     def what_to_do(self) -> str:
-        """The key and the remedy, in one sentence."""
+        """Key and remedy."""
         return f"{self.key}: {self.remedy}" if self.key else self.remedy
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cause:
-    """One cause: `look` returns its evidence in a sentence, or "".
-
-    `symptom` is what a user notices, `key` the configuration key to change (or "").
-    """
+    """`look` returns the evidence in a sentence, or "". `symptom` is what a user notices, `key` the configuration key
+    to change, or ""."""
 
     name: str
     symptom: str
@@ -120,7 +115,7 @@ class Cause:
 
 
 def diagnose(run: Observed, causes: Sequence[Cause] | None = None) -> list[Ailment]:
-    """The causes that the run has, the one that explains most first."""
+    """Those that the run has, in the order of `causes`."""
     return [
         Ailment(cause=cause.name, symptom=cause.symptom, evidence=evidence, key=cause.key, remedy=cause.remedy)
         for cause in (CAUSES if causes is None else causes)
@@ -129,7 +124,7 @@ def diagnose(run: Observed, causes: Sequence[Cause] | None = None) -> list[Ailme
 
 
 def _cause(symptom: str, key: str, remedy: str) -> Callable[[Callable[[Observed], str]], Cause]:
-    """Makes a cause of a look at a run; users see the function's name."""
+    """Names the cause after the function; users see the name."""
     return lambda look: Cause(name=look.__name__, symptom=symptom, key=key, remedy=remedy, look=look)
 
 
@@ -304,7 +299,7 @@ def _scores(run: Observed) -> dict[str, Column]:
 
 
 def _mean_at(column: Column, step: int) -> float:
-    """The mean of RECENT steps around one."""
+    """Of RECENT steps around one."""
     near = sorted(range(len(column.steps)), key=lambda place: abs(column.steps[place] - step))[:RECENT]
     return statistics.fmean(column.values[place] for place in near)
 

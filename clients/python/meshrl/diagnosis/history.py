@@ -1,4 +1,4 @@
-"""The metrics of a run as columns, for charts and for the causes of trouble."""
+"""A run's metrics as columns, for charts and for the causes of trouble."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshrl.wire.growing_file import GrowingFile, json_records
 from meshrl.wire.values import JsonObject
 
 Points = tuple[list[float], list[float], list[int]]
-"""What a curve is along, its values and their steps."""
+"""x, values and steps of a curve."""
 
 
 @dataclass
@@ -23,7 +23,7 @@ class Column:
     values: array[float] = field(default_factory=lambda: array("d"))
 
     def points(self, most: int) -> tuple[list[int], list[float]]:
-        """At most `most` points: the last step of each of as many stretches of equal length, and its mean value."""
+        """Of at most `most` stretches of equal length the last step and the mean."""
         count = len(self.steps)
         stretches = min(most, count)
         bounds = [count * place // stretches for place in range(stretches + 1)] if stretches else [0]
@@ -35,15 +35,15 @@ class Column:
 
 
 class RunSeries:
-    """A column for each metric of a run's records, which are taken one by one."""
+    """A column for each metric of a run's records."""
 
     def __init__(self, most: int | None = None) -> None:
-        """`most`: points that are kept of each metric, the newest. None keeps all."""
+        """`most`: the newest points are kept of each metric. None keeps all."""
         self._most = most
         self.columns: dict[str, Column] = {}
 
     def take(self, record: Mapping[str, object]) -> None:
-        """Adds a record, which has its `step`. Values that are no finite numbers are left out."""
+        """Adds a record, which has a `step`, without values that are not finite numbers."""
         step = record["step"]
         assert isinstance(step, int)
         columns = self.columns
@@ -62,20 +62,20 @@ class RunSeries:
 
 
 class MetricsHistory:
-    """The series of one metrics.jsonl. A call of `read_on` takes what the file has gained; not for several threads."""
+    """The series of one metrics.jsonl; not for several threads."""
 
     def __init__(self, path: Path) -> None:
         self._file = GrowingFile(path)
         self.series = RunSeries()
         self.last: JsonObject | None = None
-        """The newest record of a step."""
+        """Of a step."""
 
     @property
     def names(self) -> list[str]:
         return sorted(self.series.columns)
 
     def read_on(self) -> bool:
-        """Reads whole lines that are new. Returns whether there were any. A file that shrank is read anew."""
+        """Reads new whole lines; returns whether any came. A file that shrank is read anew."""
         if self._file.shrank():
             self.series, self.last = RunSeries(), None
         before = self._file.offset
@@ -90,7 +90,7 @@ class MetricsHistory:
     def points(self, names: Iterable[str], most: int, along: str = "step") -> dict[str, Points]:
         """At most `most` points of each written metric.
 
-        Their x is the step, or the run's total until then: trained "tokens", or "time" in seconds of its steps.
+        x is the step, or the run's total until then: trained "tokens", or "time" in seconds of its steps.
         """
         columns = self.series.columns
         x_of = self._along(along)

@@ -1,4 +1,4 @@
-"""The outcome of a run, its cost and its slower half: shown at its end, by `meshrl report` and by `meshrl doctor`."""
+"""A run's outcome, cost and slower half, for its end, `meshrl report` and `meshrl doctor`."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from meshrl.diagnosis.causes import MOST_WAITING, Observed, empty_slots, idle_en
 from meshrl.diagnosis.history import Column
 
 BUSY = 0.05
-"""A half that waits for a smaller share of its time is busy."""
+"""A half that waits less of its time is busy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOutcome:
-    """Steps, rollouts, seconds of training, and the devices (GPUs, or CPUs in their place) that worked for it."""
+    """`devices` are the GPUs, or CPUs in their place, that worked for `seconds` of training."""
 
     steps: int
     rollouts: int
     seconds: float
     devices: int
     price: float | None = None
-    """Of one device for an hour."""
+    """Per device-hour."""
 
     @property
     def device_hours(self) -> float:
@@ -48,7 +48,7 @@ class RunOutcome:
 def outcome_of(
     columns: Mapping[str, Column], *, devices_per_engine: int = 1, shared: bool = False, price: float | None = None
 ) -> RunOutcome | None:
-    """None for a run without a step. `shared`: engines and trainer work on the same devices."""
+    """None without a step. `shared`: engines and trainer have the same devices."""
 
     def last(name: str, otherwise: float = 0.0) -> float:
         column = columns.get(name)
@@ -71,8 +71,8 @@ def outcome_of(
 
 
 def slower_half(run: Observed) -> str:
-    """The slower half, the shares of the time for which each waited, and the key that moves it; "" if the metrics do
-    not show it. The first step warms up and does not count."""
+    """With the share of the time that each half waited and the key that moves it; "" if the metrics lack them. The
+    first step warms up and does not count."""
     names = ("time/wait_for_batch", "time/train_step", "perf/engines_idle", "time/step")
     columns = [
         dict(zip(column.steps, column.values, strict=True)) for name in names if (column := run.columns.get(name))

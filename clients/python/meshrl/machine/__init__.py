@@ -1,1 +1,1 @@
-"""This machine: whether it is fit for the programs, and what memory they may use."""
+"""This machine's fitness, memory, ports and addresses."""

@@ -1,4 +1,4 @@
-"""How the address of a server is written, and how it is called from its own machine."""
+"""How a server's address is written, and how its own machine calls it."""
 
 from __future__ import annotations
 
@@ -7,25 +7,24 @@ import re
 import socket
 
 ANY_HOST = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1", "[::]": "::1"}
-"""Hosts that stand for all addresses of a machine, with its loopback: a server can bind them, a client cannot call
-them."""
+"""Loopback of hosts that stand for all addresses: a server can bind them, a client cannot call them."""
 
 _HOST_PORT = re.compile(r"(?:\[[^\[\]]+\]|[^\[\]:/\s]+):([0-9]{1,5})")
 
 
 def address_of(host: str, port: int | str) -> str:
-    """host:port, an IPv6 host in brackets."""
+    """An IPv6 host gets brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def local_address(host: str, port: int | str) -> str:
-    """host:port by which a program of its machine calls a server that has bound this host."""
+    """For a caller on the machine of a server that has bound `host`."""
     return address_of(ANY_HOST.get(host, host), port)
 
 
 def checked_address(address: str) -> str:
-    """`address` if it is host:port, an IPv6 host in brackets, or a Unix socket of gRPC. Raises ValueError else: gRPC
-    would call port 443, or the port modulo 65536."""
+    """`address` if it is host:port or a Unix socket of gRPC. Raises ValueError else: gRPC would call port 443, or the
+    port modulo 65536."""
     found = _HOST_PORT.fullmatch(address)
     if address.startswith("unix:") or (found is not None and 1 <= int(found[1]) <= 65535):
         return address
@@ -33,7 +32,7 @@ def checked_address(address: str) -> str:
 
 
 def is_of_this_machine(address: str) -> bool:
-    """Whether host:port leads to this machine itself; names other than its own and localhost are not looked up."""
+    """Names other than its own and localhost are not looked up."""
     host = address.rpartition(":")[0].strip("[]")
     try:
         ip = ipaddress.ip_address(host)

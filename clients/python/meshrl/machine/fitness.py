@@ -10,7 +10,7 @@ from typing import Literal
 
 MIN_OPEN_FILES = 256
 USUAL_OPEN_FILES = 4096
-"""For a run of the usual size, with hundreds of rollouts in flight."""
+"""For hundreds of rollouts in flight."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class Diagnosis:
 
 
 def open_files() -> Diagnosis:
-    """The hard limit of open files, up to which programs raise their own."""
+    """Judged by the hard limit, up to which programs raise their own."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY or hard >= USUAL_OPEN_FILES:
         most = "any number" if hard == resource.RLIM_INFINITY else str(hard)
@@ -39,6 +39,6 @@ def open_files() -> Diagnosis:
 
 
 def room_of(folder: Path) -> tuple[Path, int]:
-    """The nearest existing folder, and the free bytes of its disk."""
+    """The nearest existing folder, and its disk's free bytes."""
     place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     return place, shutil.disk_usage(place).free

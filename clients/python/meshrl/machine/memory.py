@@ -1,4 +1,4 @@
-"""Memory that the programs of this machine may use, or of the container or job that limits them (cgroups 1 and 2)."""
+"""Memory of this machine, or of the container or job that limits it (cgroups 1 and 2)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _V2 = ("memory.max", "memory.current", "inactive_file")
 
 @dataclass(frozen=True, kw_only=True)
 class MachineMemory:
-    """Bytes; `available` without swapping. `limited`: a cgroup allows less than there is."""
+    """In bytes; `available` without swapping. `limited`: a cgroup allows less than the machine has."""
 
     total: int
     available: int
@@ -22,9 +22,9 @@ class MachineMemory:
 
 
 def machine_memory(root: Path = Path("/")) -> MachineMemory | None:
-    """This machine's memory, or the part that the tightest of this process's cgroups allows; None if it is unknown.
+    """As far as the tightest of this process's cgroups allows; None if unknown.
 
-    Files that the system can drop from memory count as available. `root` is where /proc and /sys are found.
+    Droppable file cache counts as available. `root` is where /proc and /sys are.
     """
     found = _whole_machine(root)
     if found is None:
@@ -51,7 +51,7 @@ def _whole_machine(root: Path) -> tuple[int, int] | None:
 
 
 def _limits(root: Path) -> Iterator[tuple[int, int]]:
-    """(limit, used) of each limited cgroup of this process, its parents included."""
+    """(limit, used) of this process's cgroups and their parents."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:  # no Linux

@@ -1,4 +1,4 @@
-"""A free port of this machine, for a server that is about to start."""
+"""Free ports for servers that are about to start."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import socket
 
 
 def bound(host: str, *, shared: bool = False) -> socket.socket:
-    """A socket that is bound to a free port of the host ("" is all of them), and does not listen. Raises OSError.
+    """Bound to a free port of the host ("" is all of them), not listening. Raises OSError.
 
     While it is open the kernel gives the port to no socket that asks for any; with `shared` a server may still have it
     by number, on Linux alone.

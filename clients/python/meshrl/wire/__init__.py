@@ -1,1 +1,1 @@
-"""The messages between services as plain Python: dataclasses, tensors, manifests and errors."""
+"""The messages between services in plain Python: dataclasses, tensors, manifests and errors."""

@@ -1,18 +1,7 @@
-"""Completions as bytes: how an engine sends sampled tokens to `rollout` without JSON for each token.
+"""Completions as bytes, so that an engine sends sampled tokens to `rollout` without JSON for each.
 
-The answer of POST /inference/v1/generate to a client that sends `Accept: application/x-meshrl-completion`, encoded by
-`inference` and decoded by `rollout`. Everything is little-endian. C choices, T tokens and S version spans of a choice:
-
-    header      4s magic "MRCF", u16 format (1), u16 zero, u32 C, u32 prompt tokens, u32 bytes of the id, u32 zero
-    request id  UTF-8, padded with zeros to a multiple of 8 bytes
-    C times     u32 T, u32 S, i64 stop token (-1: none), u8 finish reason, u8 what follows, 6 bytes zero
-                spans (S,) of u32 start, u32 end, i64 version
-                if its bit is set, i64 prompt version: the first span's, see VersionSpan
-                token ids (T,) int32, then, each if its bit is set, logprobs (T,) and raw logprobs (T,) float32
-                if its bit is set, u32 N, u16 L, u8 K, u8 bytes of an element (1 or 2), then routed experts (N, L, K):
-                of the last N of all tokens but the very last, as Sample.routed_experts
-
-Finish reasons are numbered as in FINISH_REASONS, 0 for none. Arrays of a decoded frame are views into its bytes.
+The answer of POST /inference/v1/generate to `Accept: application/x-meshrl-completion`; docs/contract.md has the format.
+Arrays of a decoded frame are views into its bytes.
 """
 
 from __future__ import annotations
@@ -44,7 +33,7 @@ _TOKEN_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FrameChoice:
-    """Of T tokens; logprobs are None if they were not asked for."""
+    """Of T tokens; logprobs only if asked for."""
 
     token_ids: NDArray[np.int32]  # (T,)
     logprobs: NDArray[np.float32] | None  # (T,) of the distribution sampled from
@@ -96,7 +85,7 @@ def encode(frame: CompletionFrame) -> bytes:
 
 
 def decode(data: bytes) -> CompletionFrame:
-    """Raises MeshError ENGINE_FAILED for bytes that are not one whole frame."""
+    """Raises MeshError ENGINE_FAILED unless it is one whole frame."""
     try:
         magic, version, _, count, prompt_tokens, name_bytes, _ = _HEADER.unpack_from(data)
         if magic != _MAGIC or version != FORMAT:

@@ -1,7 +1,7 @@
-"""The error catalogue: every reason for which a call between services can fail, and its translation to gRPC and back.
+"""The error catalogue: why calls between services fail, as a gRPC status and back.
 
-A servicer raises `MeshError`; the server turns it into a gRPC status with `google.rpc` details, the client turns that
-back. A reason travels as its name, in `ErrorInfo` with domain "meshrl".
+A servicer raises `MeshError`, the server makes a status with `google.rpc` details of it, the client a MeshError again.
+`ErrorInfo` has the reason's name, with domain "meshrl".
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _Code = grpc.StatusCode
 
 
 class Reason(enum.Enum):
-    """`code` is its gRPC status, `retryable` whether the same call may succeed later."""
+    """With its gRPC status; `retryable`: the same call may succeed later."""
 
     INVALID_REQUEST = (_Code.INVALID_ARGUMENT, False, "the request is malformed; every bad field is named")
     MESSAGE_TOO_LARGE = (_Code.RESOURCE_EXHAUSTED, False, "a message is larger than a peer takes")
@@ -118,14 +118,14 @@ _REASON_BY_CODE: Mapping[grpc.StatusCode, Reason] = {
 
 @dataclass(frozen=True)
 class FieldViolation:
-    """One bad field of a request: its path in the message and what to change."""
+    """A bad field's path, and what to change."""
 
     field: str
     description: str
 
 
 class MeshError(Exception):
-    """The one error that services raise and clients see."""
+    """All that services raise and clients see."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ def invalid(violations: Sequence[FieldViolation], what: str = "the request") -> 
 
 
 def to_rpc_status(error: MeshError) -> status_pb2.Status:
-    """ErrorInfo, and BadRequest and RetryInfo where they apply. Texts that would not fit into gRPC metadata are cut."""
+    """ErrorInfo, and BadRequest and RetryInfo where they apply; texts too long for gRPC metadata are cut."""
     info = error_details_pb2.ErrorInfo(reason=error.reason.name, domain=DOMAIN)
     for key, value in list(error.metadata.items())[:_MAX_METADATA_ENTRIES]:
         info.metadata[_cut(key, _MAX_FIELD_BYTES)] = _cut(value, _MAX_METADATA_BYTES)
@@ -191,7 +191,7 @@ def to_rpc_status(error: MeshError) -> status_pb2.Status:
 
 
 def from_rpc_status(status: status_pb2.Status) -> MeshError:
-    """A status that is not ours is mapped by its code."""
+    """Maps a foreign status by its code."""
     info: error_details_pb2.ErrorInfo | None = None
     violations: list[FieldViolation] = []
     retry_after_s: float | None = None
@@ -219,8 +219,7 @@ def from_rpc_status(status: status_pb2.Status) -> MeshError:
 def from_rpc_error(
     error: grpc.aio.AioRpcError, *, call: str = "the call", deadline_s: float | None = None
 ) -> MeshError:
-    """The error behind a failed call, raised by a servicer or by gRPC itself. `call` names the call and `deadline_s`
-    its deadline, for gRPC's own errors."""
+    """Of a servicer or of gRPC itself, whose own errors get the names in `call` and `deadline_s`."""
     for key, value in error.trailing_metadata() or ():
         if key == STATUS_DETAILS_KEY:
             status = status_pb2.Status()

@@ -1,7 +1,6 @@
 """Serializes chunks of weights by hand, since protobuf in Python copies them several times.
 
-A `Chunk` inside a CreateVersionRequest or FetchResponse has a few bytes of header and trailer around the data. Writing
-copies the data once; reading returns a view into the message. The bytes are exactly protobuf's, so either side may use
+Writing copies the data once; reading returns a view into the message. The bytes are protobuf's, so either side may use
 plain messages.
 """
 
@@ -44,8 +43,8 @@ def frame_fetch_chunk(chunk: Chunk) -> bytes:
 
 
 def parse_upload(message: bytes) -> pb.Manifest | pb.ManifestPart | Chunk:
-    """What a serialized CreateVersionRequest holds; a chunk's data is a view into `message`. Raises MeshError
-    INVALID_REQUEST for other bytes."""
+    """Of a serialized CreateVersionRequest; a chunk's data is a view into it. Raises INVALID_REQUEST for other
+    bytes."""
     chunk = _parse(_UPLOAD_CHUNK_TAG, message)
     if chunk is not None:
         return chunk
@@ -73,8 +72,8 @@ def pass_through(message: bytes) -> bytes:
 
 
 def add_weight_sync(servicer: weights_pb2_grpc.WeightSyncServicer, server: grpc.aio.Server) -> None:
-    """Adds a WeightSync servicer with raw bytes for the bulk methods: CreateVersion gets an async iterator of `bytes`
-    (see `parse_upload`); Fetch may yield `bytes` (see `frame_fetch_chunk`) or messages."""
+    """With raw bytes for bulk methods: CreateVersion gets an async iterator of `bytes` (see `parse_upload`); Fetch
+    may yield `bytes` (see `frame_fetch_chunk`) or messages."""
     add: Callable[..., None] = weights_pb2_grpc.add_WeightSyncServicer_to_server  # generated without types
     add(servicer, _RawRegistrar(server))
 
@@ -84,7 +83,7 @@ class _RawRegistrar:
         self._server = server
 
     def add_generic_rpc_handlers(self, handlers: object) -> None:
-        """Ignores the generated handlers; the registered ones below carry the same methods."""
+        """The registered handlers below carry the same methods."""
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, grpc.RpcMethodHandler]) -> None:
         raw = dict(handlers)
@@ -114,7 +113,7 @@ def _frame(tag: int, chunk: Chunk) -> bytes:
 
 
 def _parse(tag: int, message: bytes) -> Chunk | None:
-    """Reads the one layout that `_frame` writes for a chunk with data. None leaves it to protobuf."""
+    """The one layout that `_frame` writes for a chunk with data; None leaves it to protobuf."""
     try:
         if message[0] != tag:
             return None

@@ -1,6 +1,6 @@
-"""Reads the lines of files that another process appends to: logs, and JSON lines such as metrics.jsonl.
+"""Reads lines of files that another process appends to: logs, and JSON lines such as metrics.jsonl.
 
-A last line without its end is left for the next look: it is being written, or was cut off by a kill.
+A last line without its end is left: it is being written, or was cut off by a kill.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ class GrowingFile:
     def __init__(self, path: Path, offset: int = 0) -> None:
         self.path = path
         self.offset = offset
-        """The byte after the last line that was read."""
+        """Where the next line begins."""
 
     def shrank(self) -> bool:
-        """Whether it was begun anew. It is then read from its beginning."""
+        """Whether it was begun anew, and is read from its beginning."""
         try:
             return self.path.stat().st_size < self.offset
         except FileNotFoundError:
             return self.offset > 0
 
     def read_on(self) -> Iterator[bytes]:
-        """The new whole lines, without their ends; none of a missing file."""
+        """New whole lines, without their ends; none of a missing file."""
         if self.shrank():
             self.offset = 0
         try:
@@ -50,7 +50,7 @@ class GrowingFile:
 
 
 def whole_size(path: Path) -> int:
-    """Bytes up to the end of the last whole line; 0 without a file."""
+    """Up to the end of the last whole line; 0 without a file."""
     try:
         with path.open("rb") as file:
             for start, block in _blocks_from_the_end(file, 0):
@@ -62,7 +62,7 @@ def whole_size(path: Path) -> int:
 
 
 def lines_from_the_end(path: Path, offset: int = 0) -> Iterator[bytes]:
-    """The whole lines after `offset`, the last one first; none of a missing file."""
+    """The whole lines after `offset`, the last first; none of a missing file."""
     try:
         with path.open("rb") as file:
             rest = b""
@@ -79,7 +79,7 @@ def lines_from_the_end(path: Path, offset: int = 0) -> Iterator[bytes]:
 
 
 def json_records(lines: Iterable[bytes]) -> Iterator[JsonObject]:
-    """Skips lines that are no JSON object: they are damaged, or were cut off by a full disk."""
+    """Skips what is no JSON object: damaged lines, or those cut off by a full disk."""
     for line in lines:
         try:
             record = json.loads(line)
@@ -90,7 +90,7 @@ def json_records(lines: Iterable[bytes]) -> Iterator[JsonObject]:
 
 
 def _blocks_from_the_end(file: BinaryIO, offset: int) -> Iterator[tuple[int, bytes]]:
-    """The bytes after `offset` in blocks, the last one first, each with its offset."""
+    """After `offset`, the last block first, each with its offset."""
     end = file.seek(0, os.SEEK_END)
     while end > offset:
         start = max(offset, end - _BLOCK_BYTES)

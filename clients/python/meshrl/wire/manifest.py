@@ -1,8 +1,7 @@
-"""Manifests of weight versions: the tensors, chunks and hashes by which a version's bytes are identified and checked.
+"""Manifests of weight versions: tensors, chunks and hashes that identify a version's bytes.
 
-Every hash is BLAKE3 over length-prefixed byte strings, so that no two different values share an encoding. A version's
-byte stream is its tensors without gaps, the widest element type first (so each tensor is aligned) and by name within a
-width, as safetensors writes them.
+Every hash is BLAKE3 over length-prefixed byte strings, so no two values share an encoding. docs/contract.md has the
+formats.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ MIN_CHUNK_BYTES = 4096
 DIGEST_BYTES = 32
 SUM128 = "sum128"
 DIGEST_BYTES_OF: Mapping[str, int] = {"": DIGEST_BYTES, "blake3": DIGEST_BYTES, SUM128: 16}
-"""Bytes of a tensor's digest by the manifest's digest_algorithm."""
+"""By the manifest's digest_algorithm."""
 CODEC_RAW, CODEC_DELTA = "raw", "gap-ulp.zstd"
 
 Layout = tuple[tuple[str, str, tuple[int, ...]], ...]  # (name, dtype, shape) of each tensor
@@ -41,7 +40,7 @@ Each = Callable[..., Iterable[Any]]  # `map` over (offset, length), or the same 
 
 
 def digest(data: bytes | memoryview) -> bytes:
-    """The 32-byte BLAKE3; releases the GIL while it hashes large inputs."""
+    """32-byte BLAKE3; releases the GIL for large inputs."""
     return blake3(data).digest()
 
 
@@ -66,7 +65,7 @@ def _hash_fields(domain: str, fields: Iterable[bytes | str | int]) -> blake3:
 
 
 def layout_signature(specs: Iterable[tuple[str, str, Sequence[int]]]) -> bytes:
-    """One hash over (name, dtype, shape) in any order: equal only where a version can be applied."""
+    """Over (name, dtype, shape) in any order: a version fits models of equal ones alone."""
     fields: list[bytes | str] = []
     for name, dtype, shape in sorted(specs, key=lambda spec: spec[0]):
         fields += [name, dtype, _shape(shape)]
@@ -74,13 +73,12 @@ def layout_signature(specs: Iterable[tuple[str, str, Sequence[int]]]) -> bytes:
 
 
 def result_root(entries: Iterable[TensorEntry]) -> bytes:
-    """The root of the weights, by names and values alone: two engines with equal roots hold equal weights to the
-    bit."""
+    """By names and values alone: engines with equal roots hold equal weights to the bit."""
     return root_of((entry.name, entry.dtype, entry.shape, entry.digest) for entry in entries)
 
 
 def root_of(tensors: Iterable[tuple[str, str, Sequence[int], bytes]]) -> bytes:
-    """A hash over (name, dtype, shape, BLAKE3 of the little-endian C-order bytes) of every tensor, sorted by name."""
+    """Over (name, dtype, shape, BLAKE3 of the little-endian C-order bytes) of every tensor, by name."""
     fields: list[bytes | str] = []
     for name, dtype, shape, tensor_digest in sorted(tensors, key=lambda tensor: tensor[0]):
         fields += [name, dtype, _shape(shape), tensor_digest]
@@ -88,7 +86,7 @@ def root_of(tensors: Iterable[tuple[str, str, Sequence[int], bytes]]) -> bytes:
 
 
 def artifact_id(manifest: Manifest) -> str:
-    """The BLAKE3 of the manifest in canonical form, as 64 hexadecimal digits."""
+    """BLAKE3 of the canonical form, as 64 hexadecimal digits."""
     fields: list[bytes | str | int] = [
         manifest.run_id,
         manifest.epoch,
@@ -124,8 +122,7 @@ def artifact_id(manifest: Manifest) -> str:
 
 
 def plan_tensors(specs: Iterable[tuple[str, str, Sequence[int]]]) -> tuple[TensorEntry, ...]:
-    """Lays tensors out in the order of the byte stream; entries without digests. Raises ValueError for an unknown dtype
-    or a name used twice."""
+    """In the order of the byte stream, without digests. Raises ValueError for an unknown dtype or a repeated name."""
     plans: list[TensorEntry] = []
     seen: set[str] = set()
     offset = 0
@@ -146,7 +143,7 @@ def _stream_order(spec: tuple[str, str, Sequence[int]]) -> tuple[int, str]:
 
 
 def plan_chunks(num_bytes: int, chunk_bytes: int) -> tuple[tuple[int, int], ...]:
-    """(offset, length) of at most `chunk_bytes` each, in order."""
+    """(offset, length) of at most `chunk_bytes`, in order."""
     if chunk_bytes < MIN_CHUNK_BYTES:
         raise ValueError(f"chunk_bytes must be at least {MIN_CHUNK_BYTES}, got {chunk_bytes}")
     return tuple((offset, min(chunk_bytes, num_bytes - offset)) for offset in range(0, num_bytes, chunk_bytes))
@@ -159,8 +156,8 @@ def entries_of(
     *,
     each: Each = map,
 ) -> tuple[tuple[TensorEntry, ...], tuple[ChunkEntry, ...]]:
-    """A manifest's tensors and chunks for a byte stream in memory. `each` is `map`, or the same on threads. Raises
-    ValueError for a stream that is not as long as its plan."""
+    """A manifest's tensors and chunks for a byte stream in memory. Raises ValueError if the stream is not as long as
+    its plan."""
     num_bytes = sum(plan.num_bytes for plan in plans)
     if len(stream) != num_bytes:
         raise ValueError(f"the byte stream has {len(stream)} bytes, its plan {num_bytes}")
@@ -172,7 +169,7 @@ def entries_of(
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """`base_layout` is the layout signature of the model that the adapter belongs to."""
+    """`base_layout`: the layout signature of its model."""
 
     config: AdapterConfig
     base_layout: bytes
@@ -190,8 +187,8 @@ def build_manifest(
     collective: CollectivePlan | None = None,
     adapter: Adapter | None = None,
 ) -> Manifest:
-    """The root, and a full version's layout, follow from the tensors. Their digests are BLAKE3. With `collective` the
-    version travels by broadcast, and they are SUM128. With `adapter` it is a LoRA version."""
+    """The tensors decide the root, and a full version's layout. `collective` makes a broadcast with SUM128 in place
+    of BLAKE3, `adapter` a LoRA version."""
     own_layout = layout_signature((entry.name, entry.dtype, entry.shape) for entry in tensors)
     return Manifest(
         run_id=run_id,
@@ -212,7 +209,7 @@ def build_manifest(
 
 
 def delta_manifest(base: Manifest, result: Manifest, chunks: tuple[ChunkEntry, ...]) -> Manifest:
-    """A delta in `chunks` from the weights of `base` to those of `result`, both of SUM128; it travels as `result`."""
+    """A delta between weights of SUM128; it travels as `result`."""
     return replace(
         result,
         kind=VersionKind.DELTA,
@@ -225,8 +222,6 @@ def delta_manifest(base: Manifest, result: Manifest, chunks: tuple[ChunkEntry, .
 
 
 def chunks_of(stream: memoryview, chunk_bytes: int, *, each: Each = map) -> tuple[ChunkEntry, ...]:
-    """`each` is `map`, or the same on threads."""
-
     def entry(span: tuple[int, int]) -> ChunkEntry:
         offset, length = span
         return ChunkEntry(offset=offset, length=length, digest=digest(stream[offset : offset + length]))

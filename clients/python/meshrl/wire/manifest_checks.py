@@ -1,4 +1,4 @@
-"""Checks that a manifest agrees with itself: what the hub refuses before it takes a version's bytes."""
+"""Contradictions in manifests, which the hub refuses before it takes bytes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from meshrl.wire.types import CollectivePlan, Manifest, TensorEntry, Transport, 
 
 
 def violations(manifest: Manifest, *, max_chunk_bytes: int) -> list[tuple[str, str]]:
-    """(field, what to change) for everything in which a manifest contradicts itself."""
+    """(field, what to change) of each."""
     found = _kind_violations(manifest)
     if manifest.digest_algorithm not in DIGEST_BYTES_OF:
         known = ", ".join(sorted(filter(None, DIGEST_BYTES_OF)))

@@ -1,6 +1,6 @@
-"""The files of a version on disk: its bytes in one or more safetensors files and, beside them, its manifest as JSON.
+"""A version on disk: safetensors files, and the manifest beside them as JSON.
 
-The payload of a file is always its last `num_bytes` bytes, whatever header stands before it.
+A file's payload is its last `num_bytes` bytes, behind a header of any size.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NUMBERED = re.compile(r"-\d{5}-of-\d{5}$")
 
 
 def payload_names(epoch: int, count: int) -> list[str]:
-    """Numbered as Hugging Face numbers them when there are several. Epochs never share a name."""
+    """Several are numbered as at Hugging Face. Epochs share no name."""
     if count == 1:
         return [f"weights-e{epoch}.safetensors"]
     return [f"weights-e{epoch}-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
@@ -37,8 +37,8 @@ def manifest_path(payload: Path) -> Path:
 
 
 def safetensors_header(plans: Sequence[TensorEntry], metadata: Mapping[str, str] | None = None) -> bytes:
-    """The start of a safetensors file whose payload is the byte stream of `plans`: 8 bytes little-endian header length,
-    then the header as JSON padded with spaces to a multiple of 8 (safetensors README, "Format")."""
+    """Of a file whose payload is the byte stream of `plans`: 8 bytes little-endian header length, then the header as
+    JSON padded with spaces to a multiple of 8 (safetensors README, "Format")."""
     table: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     for plan in plans:
         table[plan.name] = {
@@ -62,7 +62,7 @@ def to_json(manifest: Manifest) -> bytes:
 
 
 def from_json(text: bytes) -> Manifest:
-    """Raises ValueError for other text, or an artifact_id that does not match."""
+    """Raises ValueError for other text or another artifact_id."""
     try:
         table = json.loads(text)
         manifest = Manifest(**{name: from_plain(_TYPES[name], table[name]) for name in _TYPES if name in table})
@@ -74,8 +74,8 @@ def from_json(text: bytes) -> Manifest:
 
 
 def open_regular(path: str | Path) -> int:
-    """Opens a file that somebody else has named, for reading. Raises OSError unless it is a regular file: opening a
-    pipe would block, and a link may lead anywhere."""
+    """For reading a file that a peer has named. Raises OSError unless it is a regular file: a pipe would block, and
+    a link may lead anywhere."""
     _check_regular(os.lstat(path), path)
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
     try:
@@ -92,8 +92,8 @@ def _check_regular(found: os.stat_result, path: str | Path) -> None:
 
 
 class PayloadReader:
-    """Reads a version's byte stream from its files. Blocking. Raises OSError for a file that is missing, unreadable,
-    too short or not a regular one."""
+    """The byte stream of a version's files. Blocking. Raises OSError for a file that is missing, unreadable, too
+    short or not regular."""
 
     def __init__(self, files: Sequence[FileEntry]) -> None:
         self._parts: list[tuple[int, int, int, int]] = []  # offset, length, descriptor, payload start in the file
@@ -108,7 +108,7 @@ class PayloadReader:
             raise
 
     def read_into(self, offset: int, view: memoryview) -> None:
-        """Fills `view` with the stream from `offset` on."""
+        """With the stream from `offset` on."""
         end = offset + len(view)
         for start, length, fd, skip in self._parts:
             at, stop = max(offset, start), min(end, start + length)

@@ -1,7 +1,7 @@
-"""The state file of a program in its run's folder: its waits, since when, and how late its event loop is.
+"""The state file of a program: its waits, and how late its event loop is.
 
-Each program of a run writes `state/PROGRAM.json` every two seconds (`meshrl.core.telemetry.watchdog`); the programs and
-`meshrl status` follow the waits from one program to the next.
+Each program of a run writes `state/PROGRAM.json` every two seconds (`meshrl.core.telemetry.watchdog`); `meshrl status`
+and the programs follow the waits from one to the next.
 """
 
 from __future__ import annotations
@@ -15,18 +15,17 @@ from pathlib import Path
 
 FOLDER = "state"
 SILENT_AFTER_S = 10.0
-"""A program that has not written for so long is dead or stopped, or its machine is."""
+"""Without a state for so long, a program is dead or stopped, or its machine is."""
 STUCK_AFTER_S = 5.0
-"""After so long without an answer an event loop is stuck."""
+"""For so long without an answer of the event loop."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WaitState:
-    """One wait that lasts now, or several of one kind: `name` names the kind, `what` which one, in words.
+    """One wait, or several of a kind: `name` is the kind, `what` which one in words.
 
-    `on` names whom it waits for: programs by their state files, or URLs of engines. `usual_s` is the median of ended
-    waits of its kind, None without any. `overdue` is worth a line in the log; for `reported` waits the program has a
-    report of its own.
+    `on`: the awaited programs, by state files or engines' URLs. `usual_s`: the median of ended waits of the kind.
+    `overdue` is worth a line in the log; `reported` waits have a report of their own.
     """
 
     name: str
@@ -40,8 +39,8 @@ class WaitState:
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramState:
-    """`loop_lag_s` is its event loop's largest lag since the state before, `stuck_s` its present silence. `serves`
-    lists addresses by which others may name it."""
+    """`loop_lag_s`: the event loop's largest lag since the last state; `stuck_s`: its present silence; `serves`:
+    addresses by which others may name it."""
 
     program: str
     host: str

@@ -1,4 +1,4 @@
-"""Requests that come twice under one id: a mutating call gets its first answer again, a group is refused."""
+"""Requests repeated under one id: a mutating call gets its first answer again, a group is refused."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ REMEMBERED_REQUESTS = 10_000
 
 
 class FirstAnswers(Generic[Answer]):
-    """Answers a repeated call as the first one, and refuses another call under its id. Remembers the last `keep`
-    requests; one without an id is always new."""
+    """Answers a repeated call as before, and refuses another under its id. Keeps the last `keep`; a request without
+    id is always new."""
 
     def __init__(self, *, keep: int = 4096) -> None:
         self._keep = keep
@@ -25,7 +25,7 @@ class FirstAnswers(Generic[Answer]):
         self._answers: dict[str, asyncio.Task[Answer]] = {}
 
     def check(self, request_id: str, content: bytes) -> None:
-        """Remembers a request's content. Raises DUPLICATE_REQUEST if the id had another one."""
+        """Raises DUPLICATE_REQUEST if the id had other content."""
         if not request_id:
             return
         if self._contents.setdefault(request_id, content) != content:
@@ -36,8 +36,8 @@ class FirstAnswers(Generic[Answer]):
             self._answers.pop(self._contents.popitem(last=False)[0], None)
 
     async def once(self, request_id: str, content: bytes, make: Callable[[], Awaitable[Answer]]) -> Answer:
-        """Runs `make` for a new id, else waits for the first run; one that failed may be tried again. Raises what
-        `check` and `make` raise."""
+        """Runs `make` for a new id, else waits for the first run, which may be tried again after a failure. Raises
+        as `check` and `make` do."""
         self.check(request_id, content)
         task = self._answers.get(request_id)
         if task is None:
@@ -54,7 +54,7 @@ class FirstAnswers(Generic[Answer]):
 
 
 class SeenRequests:
-    """The ids of requests that were admitted, each for REMEMBERED_S, and REMEMBERED_REQUESTS at the most."""
+    """Ids of admitted requests, each for REMEMBERED_S, at most REMEMBERED_REQUESTS."""
 
     def __init__(self) -> None:
         self._admitted_s: OrderedDict[str, float] = OrderedDict()
@@ -63,7 +63,7 @@ class SeenRequests:
         return len(self._admitted_s)
 
     def refuse(self, request_id: str, now_s: float, running: Container[str] = ()) -> None:
-        """Raises MeshError DUPLICATE_REQUEST for an id that was admitted. `running` ones are never forgotten."""
+        """Raises DUPLICATE_REQUEST for an admitted id. `running` ones are never forgotten."""
         while self._admitted_s:
             oldest, admitted_s = next(iter(self._admitted_s.items()))
             if oldest in running or (admitted_s > now_s - REMEMBERED_S and len(self) <= REMEMBERED_REQUESTS):

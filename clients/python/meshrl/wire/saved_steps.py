@@ -1,7 +1,7 @@
-"""Which steps of a run are saved: those with a folder `step_N`; and which are never deleted.
+"""Saved steps of a run, folders `step_N`, and pinned ones, which are never deleted.
 
-A pinned step has an empty file `weights/step_N.pinned` beside its folder, which a trainer that deletes old checkpoints
-(`ckpt.keep_last`) looks for.
+A pinned step has an empty file `weights/step_N.pinned`, at which a trainer looks before it deletes old checkpoints
+(`ckpt.keep_last`).
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ def step_folder(root: Path, step: int) -> Path:
 
 
 def step_of(folder: Path) -> int | None:
-    """The step of a folder `step_N`; None for any other name."""
+    """None unless it is named `step_N`."""
     number = folder.name.removeprefix("step_")
     return int(number) if number != folder.name and number.isdecimal() else None
 
 
 def steps_in(root: Path, part: str = "") -> list[int]:
-    """The steps that have a folder below `root`, in order; with `part`, only if that folder holds `part`: a trainer
-    resumes from its own, `trainer`. Folders that are being written or deleted have other names."""
+    """In order; with `part`, only steps whose folder holds it: a trainer resumes from its `trainer`. Unfinished
+    folders have other names."""
     found = (step_of(folder) for folder in root.glob("step_*") if (folder / part).is_dir())
     return sorted(step for step in found if step is not None)
 
 
 def pin_step(weights: Path, step: int) -> None:
-    """`weights` is the folder of its snapshot. Raises OSError."""
+    """Raises OSError."""
     _marker(weights, step).touch()
 
 

@@ -1,7 +1,6 @@
-"""NumPy arrays to `Tensor` messages and back: raw little-endian bytes in C order, never a list of floats.
+"""NumPy arrays to `Tensor` messages and back: little-endian bytes in C order.
 
-`DTYPES` is the one table of element types. Those that NumPy lacks (bfloat16, float8) travel as views of unsigned
-integers of the same width.
+Types that NumPy lacks (bfloat16, float8) are unsigned integers of the same width.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from meshrl.wire.values import Array
 
 @dataclass(frozen=True)
 class DType:
-    """Its number on the wire, the little-endian NumPy type that stores it, its safetensors name."""
+    """Its number on the wire, little-endian NumPy type and safetensors name."""
 
     name: str
     number: pb.DataType
@@ -51,23 +50,15 @@ DTYPES: Mapping[str, DType] = {
 _BY_NUMBER: Mapping[int, DType] = {dtype.number: dtype for dtype in DTYPES.values()}
 
 
-def itemsize(name: str) -> int:
-    return DTYPES[name].itemsize
-
-
-def dtype_number(name: str) -> pb.DataType:
-    return DTYPES[name].number
-
-
 def dtype_name(number: int) -> str | None:
-    """None for a number that this program does not know."""
+    """None for an unknown number."""
     dtype = _BY_NUMBER.get(number)
     return None if dtype is None else dtype.name
 
 
 def encode(array: Array, dtype: str | None = None) -> pb.Tensor:
-    """`dtype` defaults to the array's own type. For bfloat16 and float8 pass the name and an array of unsigned integers
-    of that width. Raises ValueError for a type without a number on the wire, or another width."""
+    """bfloat16 and float8 need `dtype` and an array of unsigned integers. Raises ValueError for a type without a
+    number on the wire, or of another width."""
     name = array.dtype.name if dtype is None else dtype
     kind = DTYPES.get(name)
     if kind is None:
@@ -79,8 +70,8 @@ def encode(array: Array, dtype: str | None = None) -> pb.Tensor:
 
 
 def decode(tensor: pb.Tensor, *, expect: str | None = None, ndim: int | None = None, field: str = "") -> Array:
-    """The array as a read-only view of the message's bytes. `field` names the tensor in errors. Raises MeshError
-    INVALID_REQUEST if the number of bytes is wrong, or the type or number of dimensions is not as expected."""
+    """A read-only view of the message's bytes. `field` names the tensor in errors. Raises INVALID_REQUEST for a
+    wrong number of bytes, type or number of dimensions."""
     kind = _BY_NUMBER.get(tensor.dtype)
     if kind is None:
         raise _refuse(field, "dtype", f"element type {tensor.dtype} is not known here")

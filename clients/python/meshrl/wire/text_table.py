@@ -1,4 +1,4 @@
-"""Tables of text, for a terminal and in Markdown: commands, reports and benchmarks print theirs with it."""
+"""Tables of text, for a terminal and in Markdown."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from itertools import zip_longest
 
 
 def plain_table(rows: Iterable[Sequence[object]], *, right: Collection[int] = (), indent: str = "") -> str:
-    """Rows as lines of columns, two blanks apart. None is a dash. A row may end before others. Columns in `right` are
-    aligned at their right edge."""
+    """Columns two blanks apart, those in `right` aligned at their right edge. None is a dash. Rows may end early."""
     return "\n".join(indent + "  ".join(cells).rstrip() for cells in _aligned(rows, right))
 
 
 def markdown_table(rows: Iterable[Sequence[object]]) -> str:
-    """Aligned in its source as well; the first row is its head."""
+    """Aligned in its source; the first row is its head."""
     head, *body = _aligned(rows)
     rule = "|" + "|".join("-" * (len(cell) + 2) for cell in head) + "|"
     return "\n".join([markdown_row(head), rule, *map(markdown_row, body)])

@@ -1,7 +1,6 @@
-"""The rules that token sequences must keep to be trained on, for rollouts at the orchestrator and batches at the
-trainer.
+"""Rules that token sequences must keep to be trained: rollouts at the orchestrator, batches at the trainer.
 
-Shapes: T tokens of a row of samples packed one after the other, S samples of it.
+Shapes: T tokens of a row, S samples packed in it.
 """
 
 from __future__ import annotations
@@ -28,10 +27,9 @@ def row_problems(
     vocab_size: int | None,
     logprobs: str = "logprobs",
 ) -> Iterator[tuple[str, str]]:
-    """(field, what it must be) for every rule that a row breaks; there is at least one token.
+    """(field, what it must be) for every broken rule; a row has at least one token.
 
-    `unpredicted` are indices of tokens that nothing predicts; `vocab_size` is None where it is not known, `logprobs`
-    the name of that field.
+    `unpredicted` are indices of tokens that nothing predicts. `logprobs` names that field.
     """
     lowest, highest = int(token_ids_T.min()), int(token_ids_T.max())
     if lowest < 0 or (vocab_size is not None and highest >= vocab_size):
@@ -46,7 +44,7 @@ def row_problems(
 
 
 def are_logprobs(values: Array) -> bool:
-    """Whether each is the logprob of a token that can be sampled."""
+    """Whether each may be a sampled token's."""
     return bool(np.isfinite(values).all() and (values <= LOGPROB_ROUNDING).all())
 
 
@@ -55,7 +53,7 @@ def bytes_per_token(shape: RoutedShape) -> int:
 
 
 def routes_problem(routes: Routes | None, shape: RoutedShape) -> str | None:
-    """What routes of experts must be for a model of this shape. None if they are."""
+    """What they must be for the model; None if they are."""
     if routes is None:
         return None
     if routes.shape[1:] != (shape.layers, shape.per_token):
@@ -68,8 +66,8 @@ def routes_problem(routes: Routes | None, shape: RoutedShape) -> str | None:
 def rollout_problems(
     rollout: Rollout, *, vocab_size: int | None, newest_version: int | None = None, routed: RoutedShape | None = None
 ) -> tuple[tuple[str, str], ...]:
-    """(field, what it must be) for everything that keeps a trainer from taking a finished rollout. `newest_version` is
-    the newest that exists, `routed` the trainer's routes. None checks neither."""
+    """(field, what it must be) for all that keeps a trainer from taking a finished rollout. `newest_version` is the
+    newest that exists; None checks no versions, or no routes."""
     found: list[tuple[str, str]] = []
     for index, sample in enumerate(rollout.samples):
         field = f"samples[{index}]"

@@ -1,7 +1,7 @@
-"""Checks requests against the constraints of the schema (buf.validate in proto/, as the table `meshrl.v1.rules`): one
-MeshError names every bad field.
+"""Checks requests against the schema's constraints (buf.validate, as `meshrl.v1.rules`); one error names every bad
+field.
 
-Only what a message shows by itself is checked here; whether an environment or a run exists is for the service.
+The services check what a message does not show, such as whether an environment exists.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ _PATTERNS: Mapping[str, str] = {
     r"^[^/\x00-\x1f\x7f-\x9f]{1,256}$": "must hold no slash or control character and have 1 to 256 characters",
     "^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$": "must have 1 to 63 letters, digits, dots, hyphens or underscores",
 }
-"""What to write for a value that does not match."""
+"""How to correct a mismatch."""
 
 
 def check(message: Message) -> None:
-    """Raises INVALID_REQUEST with every field that breaks a constraint, or CONTRACT_MISMATCH."""
+    """Raises INVALID_REQUEST with every bad field, or CONTRACT_MISMATCH."""
     if found := violations(message):
         raise invalid(found, message.DESCRIPTOR.name)
 
 
 def violations(message: Message) -> list[FieldViolation]:
-    """In the order of the schema. Raises CONTRACT_MISMATCH."""
+    """In the schema's order. Raises CONTRACT_MISMATCH."""
     found: list[FieldViolation] = []
     plan = _plan(message.DESCRIPTOR)
     if plan is not None:
@@ -57,7 +57,7 @@ def violations(message: Message) -> list[FieldViolation]:
 
 
 def validate_contract_version(peer: str) -> None:
-    """Raises CONTRACT_MISMATCH when the peer's major version differs; an empty one is tolerated."""
+    """Raises CONTRACT_MISMATCH for another major version; an empty one passes."""
     if peer and peer.split(".")[0] != CONTRACT_VERSION.split(".")[0]:
         raise MeshError(
             Reason.CONTRACT_MISMATCH,
@@ -67,7 +67,7 @@ def validate_contract_version(peer: str) -> None:
 
 
 def at_least(peer: str, version: str) -> bool:
-    """Whether a peer has stated this contract version or a later one."""
+    """Whether a peer has stated this version or a later one."""
     stated = peer.split(".")
     return all(part.isdigit() for part in stated) and [*map(int, stated)] >= [*map(int, version.split("."))]
 
@@ -92,7 +92,7 @@ class _Field:
     """Zero stands for absent."""
     tests: tuple[_Test, ...]
     inner: Callable[[Any, str, list[FieldViolation]], None] | None
-    """Checks its message, or each entry of a list."""
+    """For its message, or each entry of a list."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class _Plan:
     has_version: bool
     fields: tuple[_Field, ...]
     oneofs: tuple[tuple[str, str], ...]
-    """A member must be set; with the text for errors."""
+    """With the text for an error; a member must be set."""
     whole: tuple[_Test, ...]
 
     def walk(self, message: Message, path: str, found: list[FieldViolation]) -> None:
@@ -176,7 +176,7 @@ def _tests(rules: Mapping[str, Any]) -> Iterator[_Test]:
 
 
 def _range(rules: Mapping[str, Any]) -> Iterator[_Test]:
-    """NaN is within no bounds, and no bound lets infinity in."""
+    """NaN is in no range, infinity in none with a bound."""
     low, high = rules.get("gt", rules.get("gte", -math.inf)), rules.get("lt", rules.get("lte", math.inf))
     parts = []
     if -math.inf < low and high < math.inf:

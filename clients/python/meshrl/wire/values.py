@@ -1,4 +1,4 @@
-"""Types for JSON that is read without a schema, and dataclasses as values that JSON takes."""
+"""JSON without a schema, and dataclasses as JSON."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ if TYPE_CHECKING:  # the command line reads JSON, and needs no numpy for it
     from numpy.typing import NDArray
 
 JsonObject: TypeAlias = Mapping[str, Any]
-"""Values by name. Readers check the fields that they use."""
+"""Readers check the fields that they use."""
 
 Array: TypeAlias = "NDArray[Any]"
 
 YOUNGER: Mapping[str, bool] = {"younger": True}
-"""Metadata of a dataclass's field that came after the first release."""
+"""Of a dataclass's field that came after the first release."""
 
 
 def to_plain(value: Any) -> Any:
-    """The value as JSON takes it: the list of a dataclass's fields, bytes in hexadecimal, an enumeration's value. Last
-    fields that are YOUNGER are left out where they have their defaults."""
+    """A dataclass as the list of its fields, bytes in hexadecimal, an enumeration's value. Last YOUNGER fields with
+    their defaults are left out."""
     if isinstance(value, bytes):
         return value.hex()
     if isinstance(value, tuple):
@@ -38,7 +38,7 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(annotation: Any, plain: Any) -> Any:
-    """Reads `to_plain`'s value by its annotation. Raises ValueError, TypeError."""
+    """Reads `to_plain`'s value. Raises ValueError, TypeError."""
     return _reader(annotation)(plain)
 
 

@@ -1,4 +1,4 @@
-"""`meshrl ui`: opens the page over the folders of one or more runs."""
+"""`meshrl ui`: opens the page over runs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 DEEPEST = 3
-"""Folders below one that is named in which runs are looked for."""
+"""Levels below a named folder in which runs are looked for."""
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """The folder if it is a run's, with the runs of its mesh; else the runs in it. Raises CliError if there are
-    none."""
+    """The folder with the runs of its mesh if it is a run's, else the runs in it. Raises CliError without any."""
     if _is_run(folder):
         return [folder, *sorted(path for path in folder.glob("run_*") if _is_run(path))]
     found = [path for depth in range(1, DEEPEST + 1) for path in folder.glob("/".join("*" * depth)) if _is_run(path)]

@@ -1,8 +1,6 @@
-"""The text of each token of a rollout, from the tokenizer.json of the run's model on this machine; needs no library of
-tokenizers.
+"""Texts of tokens from the tokenizer.json of the run's model on this machine, without a tokenizer library.
 
-A token's text is its entry in the vocabulary. Byte-level vocabularies (Qwen, Llama 3, GPT-2) write each byte as one
-character, others a space as U+2581.
+Byte-level vocabularies (Qwen, Llama 3, GPT-2) write each byte as one character, others a space as U+2581.
 """
 
 from __future__ import annotations
@@ -19,14 +17,14 @@ _HUB = Path.home() / ".cache" / "huggingface" / "hub"
 
 
 class TokenPieces:
-    """The texts of a run's tokens; the vocabulary is read on first use."""
+    """The vocabulary is read on first use."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
         self._pieces: dict[int, str] | None = None
 
     def of(self, token_ids: Sequence[int]) -> list[str] | None:
-        """A text for each token, "" for one that is unknown. None if no vocabulary is found."""
+        """ "" for an unknown token. None without a vocabulary."""
         if self._pieces is None:
             self._pieces = _read(self._folder)
         return [self._pieces.get(token, "") for token in token_ids] if self._pieces else None
@@ -61,7 +59,7 @@ def _vocabulary(tokenizer: JsonObject) -> dict[int, str]:
 
 
 def _byte_characters() -> dict[str, int]:
-    """The character that stands for each byte in byte-level vocabularies: itself where it is seen, else from 256 on."""
+    """The character for each byte in byte-level vocabularies: itself if visible, else from 256 on."""
     seen = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     characters = {chr(byte): byte for byte in seen}
     for place, byte in enumerate(byte for byte in range(256) if byte not in seen):

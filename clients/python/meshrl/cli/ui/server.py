@@ -1,7 +1,7 @@
-"""The web server of `meshrl ui`: a page, its data as JSON, and an event stream with a run's progress.
+"""The web server of `meshrl ui`: a page, its data as JSON, and an event stream of a run's progress.
 
-It reads the given folders and asks the services that they name; it changes nothing. Anyone who opens the page sees the
-policies' texts, so it listens on loopback; elsewhere every request needs the token in its address.
+It changes nothing. The page shows the policies' texts, so it listens on loopback; elsewhere every request needs a
+token.
 """
 
 from __future__ import annotations
@@ -47,13 +47,12 @@ _T = TypeVar("_T")
 
 STATIC = Path(__file__).parent / "static"
 LOOK_S, REST_S = 0.5, 5.0
-"""Seconds between two looks at whether a run's files have grown, and after one that found growth, at which pages draw
-anew."""
+"""Between looks for growth of a run's files, and after growth, at which pages draw anew."""
 STATUS_S = 3.0
-"""Seconds for which an answer of the services is reused for all pages."""
+"""All pages share an answer of the services for so long."""
 MOST_POINTS = 2000
 _DIGITS, _MOST = 18, 2**62
-"""Longer numbers than any step has count as _MOST: Python reads no more than 4,300 digits, a file name has 255."""
+"""More digits count as _MOST: Python reads at most 4,300 digits, a file name has 255."""
 TOKEN_COOKIE = "meshrl_ui"
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:;"
@@ -67,7 +66,7 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class ShownRun:
-    """One run's folder and what was read of it. Files are read on a thread, one call at a time."""
+    """Files are read on a thread, one call at a time."""
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
@@ -81,10 +80,9 @@ class ShownRun:
         self._asking = asyncio.Lock()
 
     async def read(self, read: Callable[[], _T]) -> _T:
-        """The result of a function that reads files, which runs on if the request is cancelled, so that no other
-        begins.
+        """Runs on if the request is cancelled, so that no other begins.
 
-        Raises HTTPServiceUnavailable for files that are damaged or cannot be read.
+        Raises HTTPServiceUnavailable for damaged or unreadable files.
         """
         return await asyncio.shield(self._read(read))
 
@@ -98,7 +96,7 @@ class ShownRun:
                 ) from error
 
     def window(self, sample: JsonObject, number: int) -> JsonObject:
-        """The kept tokens of a window, with their text if it is known. Blocks."""
+        """The kept tokens of a window, with known texts. Blocks."""
         found = tokens_of(sample, number)
         return {**found, "pieces": self.pieces.of(found["token_ids"])}
 
@@ -120,7 +118,7 @@ class ShownRun:
         }
 
     async def status(self) -> JsonObject:
-        """The present state by services and files, at most STATUS_S old."""
+        """At most STATUS_S old."""
         async with self._asking:
             if self._status is None or time.monotonic() - self._status[0] > STATUS_S:
                 now = await read_status(self.folder)
@@ -140,7 +138,7 @@ class Page:
     def application(
         self, *, hosts: frozenset[str] | None, token: str | None, idle: IdleConnections | None = None
     ) -> web.Application:
-        """The application. `hosts` are the names by which it may be called, None any; `token`, if any, is asked for."""
+        """`hosts` are the names by which it may be called, None any; requests must carry the `token`, if any."""
         first = [] if idle is None else [idle.middleware]
         app = web.Application(middlewares=[*first, _guard(hosts, token)])
         app.add_routes(
@@ -190,7 +188,7 @@ class Page:
         return _json([await run.read(run.summary) for run in self._runs])
 
     async def _differences(self, request: web.Request) -> web.Response:
-        """The keys by which the configurations of `runs` differ, numbers with commas between them."""
+        """By which the configurations of `runs` differ, as numbers joined by commas."""
         numbers = [number for name in request.query.get("runs", "").split(",") if (number := _whole(name)) is not None]
         chosen = [self._runs[number] for number in numbers if number < len(self._runs)]
         return _json(differences([await run.read(run.folder.settings) for run in chosen]))
@@ -204,8 +202,8 @@ class Page:
         return _json(await self._run(request).status())
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        """`names`, with commas between them, as at most `points` points each; without `names` a list of metrics.
-        `along` is step, tokens or time."""
+        """`names`, joined by commas, as at most `points` points each; without `names` a list of metrics. `along` is
+        step, tokens or time."""
         run = self._run(request)
         names = [name for name in request.query.get("names", "").split(",") if name]
         along = request.query.get("along", "step")
@@ -227,7 +225,7 @@ class Page:
         return _json({"step": step, "steps": steps, "rollouts": found})
 
     async def _rollout(self, request: web.Request) -> web.Response:
-        """A rollout with the first tokens of its first sample; `_tokens` has the others."""
+        """With the first tokens of its first sample; `_tokens` has the others."""
         run, found = await self._kept(request)
         if samples := found.get("samples"):
             first = await run.read(lambda: run.window(samples[0], 0))
@@ -235,7 +233,7 @@ class Page:
         return _json(found)
 
     async def _tokens(self, request: web.Request) -> web.Response:
-        """The tokens of a `sample` of a rollout from number `window` times WINDOW on: lists of one entry a token."""
+        """Of a `sample`, from `window` times WINDOW on: lists of one entry a token."""
         run, found = await self._kept(request)
         samples = found.get("samples", ())
         place, window = _number(request, "sample", 0), _number(request, "window", 0)
@@ -275,7 +273,7 @@ class Page:
         return _json(await run.read(run.funnel.read))
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
-        """An event with the size of metrics.jsonl each time that it has grown."""
+        """The size of metrics.jsonl whenever it has grown."""
         run = self._run(request)
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         known = -1
@@ -293,7 +291,7 @@ class Page:
 
 
 def _guard(hosts: frozenset[str] | None, token: str | None) -> Middleware:
-    """Refuses requests under another name, as DNS rebinding makes them, and those without the token."""
+    """Refuses other host names (DNS rebinding) and requests without the token."""
 
     @web.middleware
     async def guard(request: web.Request, handler: _Handler) -> web.StreamResponse:
@@ -325,7 +323,7 @@ def _number(request: web.Request, name: str, usual: int, *, least: int = 0, most
 
 
 def _whole(text: str) -> int | None:
-    """A number in decimal digits, at most _MOST. None for another text."""
+    """At most _MOST; None for text that is no decimal number."""
     if not text.isdecimal():
         return None
     return int(text) if len(text) <= _DIGITS else _MOST
@@ -345,7 +343,7 @@ def _size(path: Path) -> int:
 async def serve(
     runs: Sequence[RunFolder], *, host: str, port: int, token: str | None, ready: Callable[[int], None]
 ) -> None:
-    """Serves the page until it is cancelled; `ready` is called with the port once it listens. Raises OSError."""
+    """Until cancelled; `ready` gets the port once it listens. Raises OSError."""
     if not port:
         with bound(host) as probe:
             port = port_of(probe)

@@ -1,4 +1,4 @@
-"""The data of the page's views from a run's files: rollouts of a step, its timeline, the ledger, versions."""
+"""Data of the page's views: a step's rollouts and timeline, the ledger, versions."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from meshrl.diagnosis.history import Column
 from meshrl.wire.values import JsonObject
 
 FIRST_WORDS = 160
-"""Characters of a policy's text that a list of rollouts shows."""
+"""Characters of a reply in a list of rollouts."""
 MOST_SPANS = 4000
-"""Spans of a timeline; of more the longest are shown."""
+"""Of a timeline; of more the longest are shown."""
 KEPT_SPANS = 300_000
-"""Spans that are held, the newest; `meshrl trace` reads all there are."""
+"""The newest, which are held; `meshrl trace` reads all."""
 
 NEWEST_BYTES, LEAST_BYTES = 4 * 2**20, 2**16
-"""Bytes that are read of all trace files at first, from their ends, and of one at least: about 15,000 spans a MiB."""
+"""Read at first of all trace files, from their ends, and of one at least; a MiB has some 15,000 spans."""
 STEPS_OF = "orchestrator"
 
 MOST_VERSIONS, KEPT_VERSIONS = 40, 400
@@ -37,9 +37,9 @@ PER_TOKEN = ("token_ids", "logprobs", "trainer_logprobs")
 
 LATELY_S = 60.0
 OF_VERSIONS = ("weights", "inference")
-"""Programs whose traces name versions: reading those of every rollout takes far longer."""
+"""Programs whose traces name versions; those of every rollout take far longer to read."""
 FUNNEL_S, SLOW_S = 10.0, 0.2
-"""An answer that took longer than SLOW_S to count is reused for FUNNEL_S."""
+"""An answer that took SLOW_S to count is reused for FUNNEL_S."""
 
 
 def _is_step(span: RunSpan) -> bool:
@@ -47,7 +47,7 @@ def _is_step(span: RunSpan) -> bool:
 
 
 class KeptRollouts:
-    """The kept rollouts of a step. Those of the last step stay read. Not for several threads."""
+    """The last step stays read. Not for several threads."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
@@ -56,7 +56,7 @@ class KeptRollouts:
         self._lines: list[JsonObject] = []
 
     def listed(self, step: int, words: str = "") -> list[JsonObject]:
-        """A line for each rollout of the step, or those with `words` in a message, without its tokens."""
+        """The step's rollouts without tokens, or those with `words` in a message."""
         return [
             {key: value for key, value in line.items() if key != "samples"} | {"says": first_words(line, FIRST_WORDS)}
             for line in self._read(step)
@@ -87,11 +87,11 @@ WAITS = (
     ("weights/lag_s", "the engines had the version {} after its upload"),
     ("weights/pause_s", "the engines paused {} to take it"),
 )
-"""Metrics of a step that are waits, and their words."""
+"""Metrics of a step's waits, and their words."""
 
 
 def waits_of(columns: Mapping[str, Column], step: int) -> list[str]:
-    """The waits of a step in words, the longest first, without those below a hundredth of a second."""
+    """The longest first, without those below 10 ms."""
     found = []
     for name, words in WAITS:
         column = columns.get(name, Column())
@@ -106,14 +106,14 @@ OF_ONE_START = re.compile(r"(^|\.)(port|session|output_dir|run_id|address|rollou
 
 
 def differences(settings: Sequence[Mapping[str, str]]) -> list[JsonObject]:
-    """The keys by which configurations differ, with the value in each. None if one lacks the key."""
+    """The keys by which configurations differ, with their values; None for a missing key."""
     keys = sorted({key for one in settings for key in one if not OF_ONE_START.search(key)})
     found = [{"key": key, "values": [one.get(key) for one in settings]} for key in keys]
     return [one for one in found if len(set(one["values"])) > 1]
 
 
 def without_tokens(sample: JsonObject) -> JsonObject:
-    """A sample without its lists of one entry a token, and whether the trainer's logprobs are among them."""
+    """Without lists of one entry a token, and whether the trainer's logprobs are among them."""
     kept = {key: value for key, value in sample.items() if key not in PER_TOKEN}
     return {**kept, "compared": "trainer_logprobs" in sample}
 
@@ -123,10 +123,10 @@ def tokens_of(sample: JsonObject, window: int) -> JsonObject:
 
 
 class LedgerFunnel:
-    """How many rollouts of each environment are in each state, and why. Not for several threads.
+    """How many rollouts are in each state, by environment and reason. Not for several threads.
 
-    Counting a million rollouts takes a second, so an answer is reused while the ledger has not changed, and for
-    FUNNEL_S after.
+    Counting a million takes a second, so an answer is reused until the ledger changes, and for FUNNEL_S after a slow
+    one.
     """
 
     def __init__(self, folder: RunFolder) -> None:
@@ -136,8 +136,8 @@ class LedgerFunnel:
         self._until_s = 0.0
 
     def read(self) -> JsonObject:
-        """Rows of environment, state, reason, count, and `lately`, the count in the last `over_s` seconds of the
-        ledger, at most those since the run began. No rows in a folder without a ledger."""
+        """`lately` counts the last `over_s` seconds of the ledger, at most those since the run began. No rows without a
+        ledger."""
         now = tuple(_state(self._folder.path / name) for name in ("ledger.sqlite", "ledger.sqlite-wal"))
         if now == self._of or time.monotonic() < self._until_s:
             return self._counted
@@ -169,10 +169,9 @@ def _state(path: Path) -> tuple[int, int]:
 
 
 class Traces:
-    """The newest spans of a run's traces, read on as the files grow. Not for several threads.
+    """The newest spans, read on as the files grow. Not for several threads.
 
-    Reading the millions of spans of a long run takes minutes: only the end of each file is read, and all files again
-    for an older step.
+    Millions of spans take minutes to read: only the end of each file is read, and all files again for an older step.
     """
 
     def __init__(self, folder: RunFolder) -> None:
@@ -189,7 +188,7 @@ class Traces:
         return sorted(self._steps)
 
     def read_on(self, programs: tuple[str, ...] = ("",)) -> None:
-        """Reads the spans that files of programs, by the beginnings of their names, have gained since the last call."""
+        """Takes the new spans of programs whose names begin so."""
         paths = trace_files(self._folder.path / "traces")
         share = max(LEAST_BYTES, NEWEST_BYTES // max(1, len(paths)))
         for path in paths:
@@ -228,10 +227,10 @@ class Traces:
         return root, [one for one in spans if one.start_s < end_s and one.start_s + one.seconds > root.start_s]
 
     def versions(self, most: int = MOST_VERSIONS) -> JsonObject:
-        """The newest versions, the newest first, and the engines that took some of them.
+        """The newest versions, the newest first, and the engines that took them.
 
-        Each has its base if it is a delta, its bytes, those in full, its lag, and for each engine its pause and its
-        seconds behind the first engine. What no trace has is left out.
+        Each has its delta base, bytes, full bytes and lag, and for each engine its pause and its seconds behind the
+        first engine, as far as traces have them.
         """
         found = sorted(self._versions.values(), key=lambda one: (one["version"], one["sealed"]), reverse=True)[:most]
         return {"versions": found, "engines": sorted({engine for one in found for engine in one["engines"]})}
@@ -262,7 +261,7 @@ class Traces:
     def timeline(self, step: int, most: int = MOST_SPANS) -> JsonObject | None:
         """The spans during a step, by program or engine; None for a step without a span.
 
-        Spans of other steps that overlap it are among them: engines and trainer work on two steps at once.
+        Spans of other steps overlap it: engines and trainer work on two steps at once.
         """
         root, during = self._during(step)
         if root is None:

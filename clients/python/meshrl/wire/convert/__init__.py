@@ -1,8 +1,7 @@
-"""The only place that turns the dataclasses of `meshrl.wire.types` into protobuf messages and back.
+"""Turns the dataclasses of `meshrl.wire.types` into protobuf messages and back, and nothing else does.
 
-`to_proto` never fails on a value that its type allows. `from_proto` raises MeshError INVALID_REQUEST that names every
-bad field. Bulk messages have functions of their own, and so have those of which a newer peer may send an unknown kind
-(None then).
+`to_proto` takes every value that its type allows. `from_proto` raises MeshError INVALID_REQUEST with every bad field.
+Bulk messages, and those of which a newer peer may send an unknown kind (then None), have functions of their own.
 """
 
 from meshrl.wire.convert.batches import BatchReader, batch_digest, batch_to_messages, step_event_from_proto

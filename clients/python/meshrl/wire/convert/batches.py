@@ -1,4 +1,4 @@
-"""Messages of TrainerService to dataclasses and back. T tokens and S samples of a micro-batch."""
+"""Messages of TrainerService. T tokens and S samples of a micro-batch."""
 
 from __future__ import annotations
 
@@ -21,12 +21,7 @@ from meshrl.wire.values import Array
 
 
 def batch_digest(batch: Batch) -> str:
-    """The BLAKE3 (64 hexadecimal digits) over the tensors of all micro-batches, in order.
-
-    Hashed are, per tensor in the order of the MicroBatch message: its type name, its number of dimensions, its shape
-    (int64) and its little-endian bytes; strings and bytes are preceded by their length (uint64). A tensor that may be
-    unset is preceded by its field's name, and adds nothing where it is unset. routed_experts are left out.
-    """
+    """BLAKE3 (64 hexadecimal digits) over the tensors of all micro-batches; docs/contract.md has the format."""
     state = blake3(b"meshrl.batch.v1")
     state.update(struct.pack("<Q", len(batch.micro_batches)))
     for micro_batch in batch.micro_batches:
@@ -40,7 +35,7 @@ def batch_digest(batch: Batch) -> str:
 
 
 def routes_digest(batch: Batch) -> str:
-    """The same digest over the routed_experts of all micro-batches; "" where there are none."""
+    """Over the routed_experts, which `batch_digest` leaves out; "" without any."""
     routes = [micro_batch.routed_experts for micro_batch in batch.micro_batches]
     if all(each is None for each in routes):
         return ""
@@ -74,7 +69,7 @@ def batch_to_messages(batch: Batch) -> Iterator[pb.SubmitBatchRequest]:
 
 
 class BatchReader:
-    """Turns the messages of one upload back into a batch: `feed` each in order, which checks it, then `finish`."""
+    """Reads one upload: `feed` checks each message in order, `finish` returns the batch."""
 
     def __init__(self, *, seq_len: int, dp_size: int = 1) -> None:
         self._seq_len = seq_len
@@ -87,7 +82,7 @@ class BatchReader:
         return self._header
 
     def feed(self, message: pb.SubmitBatchRequest) -> None:
-        """Raises MeshError INVALID_REQUEST for a message that is wrong or out of order."""
+        """Raises INVALID_REQUEST for a message that is wrong or out of order."""
         part = message.WhichOneof("part")
         if self._header is None:
             if part != "header":
@@ -116,8 +111,8 @@ class BatchReader:
         self._micro_batches.append(micro_batch)
 
     def finish(self) -> Batch:
-        """Raises INVALID_REQUEST when messages are missing, loss_tokens is not the count of the masks or no token is
-        trained at all, and BATCH_DIGEST_MISMATCH when the tensors are not those of the header."""
+        """Raises INVALID_REQUEST for missing messages, loss_tokens unlike the masks' count or a batch without a
+        trained token, and BATCH_DIGEST_MISMATCH."""
         header = self._header
         if header is None:
             raise invalid([FieldViolation("header", "must be the first message")], "the batch")
@@ -161,7 +156,7 @@ def _has_weights(micro_batch: MicroBatch) -> bool:
 
 
 def step_event_from_proto(message: pb.WatchStepsResponse) -> StepEvent | None:
-    """None for a state that this program does not know."""
+    """None for an unknown state."""
     try:
         return from_proto(StepEvent, message)
     except MeshError:  # of a newer trainer; a watch goes on

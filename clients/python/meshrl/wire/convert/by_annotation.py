@@ -1,7 +1,7 @@
-"""Turns a dataclass into its message and back, by the annotations of the one and the descriptor of the other.
+"""Converts by a dataclass's annotations and its message's descriptor.
 
-Fields go by their name; their conversion is looked up once for each kind. A new field of the contract needs its line in
-the proto and in the dataclass, and nothing here.
+Fields go by name; their conversion is looked up once for each kind. A new field of the contract needs its line in the
+proto and in the dataclass alone.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ _UNKNOWN: Mapping[type[enum.Enum], enum.Enum] = {
     RunDrive: RunDrive.BATCHES,
     RunPhase: RunPhase.ACTIVE,  # a trainer of 1.0 states none
 }
-"""Stands for a newer peer's value: a state that vouches for nothing, a policy that pauses no other engine."""
+"""For a newer peer's value: a state that vouches for nothing, a policy that pauses no other engine."""
 
 Read = Callable[[Any, FieldReader, str], Any]
-"""Reads one field of a message; the last argument is the path to the message in errors, with its dot."""
+"""Of a message, one field; the last argument is the message's path in errors, with its dot."""
 
 
 @cache
@@ -79,8 +79,8 @@ def to_proto(value: Any, **others: object) -> Any:
 
 
 def from_proto(kind: type[T], message: Message, field: str = "") -> T:
-    """An optional field that is unset is None. Raises MeshError INVALID_REQUEST that names every unreadable tensor and
-    enum; `field` names the message in errors."""
+    """An unset optional field is None. `field` names the message in errors. Raises MeshError INVALID_REQUEST with
+    every unreadable tensor and enum."""
     reader = FieldReader(f"the {_words(message.DESCRIPTOR.name).lower()}", field)
     value = read(kind, message, reader, "")
     reader.done()
@@ -88,7 +88,7 @@ def from_proto(kind: type[T], message: Message, field: str = "") -> T:
 
 
 def read(kind: type[T], message: Any, reader: FieldReader, path: str) -> T:
-    """As `from_proto`, with errors left to the reader."""
+    """As `from_proto`; errors stay in the reader."""
     plain, others = _decoders(typing.cast("Any", kind))
     fields = {name: getattr(message, name) for name in plain}
     for name, decode in others:
@@ -137,11 +137,11 @@ _LEAVES: Mapping[str, Callable[[Any], Any]] = {
     "google.protobuf.Timestamp": _timestamp,
     "meshrl.v1.Tensor": tensors.encode,
 }
-"""By the message's name, for values that are no dataclass."""
+"""Values that are no dataclass, by the message's name."""
 
 
 def _numbers(field: FieldDescriptor) -> dict[Any, int]:
-    """Numbers of an enum's values by our enum's members, or by the names of element types."""
+    """An enum's numbers by our enum's members, or by element types' names."""
     assert field.enum_type is not None
     if field.enum_type.name == "DataType":
         return {name: dtype.number for name, dtype in tensors.DTYPES.items()}
@@ -199,7 +199,7 @@ def _many(field: FieldDescriptor, inner: Any) -> Read:
 
 
 def _one(field: FieldDescriptor, inner: Any) -> Read | None:
-    """Reads one value of a field, whose path is the last argument. None for a value that is taken as it is."""
+    """Reads one value; the last argument is its path. None takes it as it is."""
     if field.message_type is tensor_pb2.Tensor.DESCRIPTOR:
         if inner == Routes:
             return lambda value, reader, path: reader.routes(value, path)
@@ -217,7 +217,7 @@ def _one(field: FieldDescriptor, inner: Any) -> Read | None:
 
 
 def dtype_of(annotation: Any) -> str:
-    """Of NDArray[np.int32], int32; numpy 2.5 keeps the alias that older releases spell out."""
+    """int32 of NDArray[np.int32]; numpy 2.5 keeps an alias that older releases spell out."""
     while arguments := typing.get_args(annotation):
         annotation = arguments[-1]
     name: str = np.dtype(annotation).name
@@ -237,7 +237,7 @@ def _enum(field: FieldDescriptor, inner: Any) -> Read:
 
 
 def unwrapped(annotation: Any) -> tuple[Any, bool]:
-    """A field's type without the tuple around it, and whether it may be None."""
+    """A field's type without its tuple, and whether it may be None."""
     if typing.get_origin(annotation) in (types.UnionType, typing.Union):
         options = [option for option in typing.get_args(annotation) if option is not types.NoneType]
         return functools.reduce(operator.or_, options), len(options) < len(typing.get_args(annotation))
@@ -251,7 +251,7 @@ def _words(name: str) -> str:
 
 
 def decimal(value: float) -> float:
-    """Undoes the widening of a float32 field: 0.9 comes back as 0.9, not as 0.8999999761581421."""
+    """Undoes a float32 field's widening: 0.8999999761581421 is 0.9 again."""
     return float(str(np.float32(value))) if math.isfinite(value) else value
 
 
@@ -263,7 +263,7 @@ def _logprobs_to_proto(logprobs: Mapping[str, Any]) -> list[trainer_pb2.RolloutL
 
 
 def _logprobs(messages: Iterable[trainer_pb2.RolloutLogprobs]) -> dict[str, Any]:
-    """Unreadable ones are left out, since they are only for people to look at."""
+    """Without unreadable ones: they are only for people."""
     found = {}
     for message in messages:
         reader = FieldReader("the logprobs")

@@ -1,4 +1,4 @@
-"""Reads tensors of messages and collects violations, so that one answer names every bad field."""
+"""Reads tensors and collects violations, so that one error names every bad field."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class FieldReader:
         self.violations: list[FieldViolation] = []
 
     def vector(self, tensor: tensor_pb2.Tensor, field: str, dtype: str, ndim: int = 1) -> Array:
-        """A tensor of `dtype` with `ndim` dimensions; an empty one in place of an unreadable one."""
+        """Of `dtype` with `ndim` dimensions; empty if unreadable."""
         try:
             return tensors.decode(tensor, expect=dtype, ndim=ndim, field=self._prefix + field)
         except MeshError as error:  # collected: the caller gets all violations in one answer
@@ -100,4 +100,4 @@ def _check_probe(probe: VersionProbe, reader: FieldReader, path: str) -> None:
 
 
 CHECKS: Mapping[type, Callable[[Any, FieldReader, str], None]] = {Sample: _check_sample, VersionProbe: _check_probe}
-"""Rules beyond the types of a message's fields, by the dataclass that it becomes."""
+"""Rules beyond the types of fields, by the message's dataclass."""

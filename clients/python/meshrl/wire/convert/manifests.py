@@ -1,4 +1,4 @@
-"""Manifests in pieces: a header without lists, then parts of these, for models whose manifest exceeds one message."""
+"""Manifests that exceed one message: a header without lists, then parts of those."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from meshrl.wire.convert.by_annotation import from_proto, to_proto
 from meshrl.wire.types import Manifest
 
 PART_BYTES = 2**20
-"""Most bytes of a part; gRPC takes 4 MiB by default."""
+"""Of a part; gRPC takes 4 MiB by default."""
 _TAG_BYTES = 4  # of an entry in its list: the field and the length
 
 
@@ -20,7 +20,7 @@ def manifest_header(manifest: Manifest) -> pb.Manifest:
 
 
 def manifest_parts(manifest: Manifest) -> Iterator[pb.ManifestPart]:
-    """What the header leaves out, in order, in parts of at most PART_BYTES."""
+    """The lists that the header lacks, in order."""
     part, size = pb.ManifestPart(), 0
     for name in ("tensors", "chunks", "files"):
         for entry in getattr(manifest, name):

@@ -1,5 +1,4 @@
-"""The MicroBatch message to a dataclass and back, with every check. T tokens and S samples of a micro-batch, K
-candidates of a token."""
+"""The MicroBatch message, with every check. T tokens and S samples of a micro-batch, K candidates of a token."""
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ from meshrl.wire.values import Array
 
 
 def _tensors(*, may_be_unset: bool) -> Mapping[str, str]:
-    """The element types of a micro-batch's tensors by name, without routes, which may have two. The message knows which
-    fields are tensors: their annotations differ between releases of numpy."""
+    """Element types by name, without routes, which may have two. The message decides which fields are tensors:
+    annotations differ between releases of numpy."""
     hints = {name: unwrapped(hint) for name, hint in get_type_hints(MicroBatch).items()}
     tensor = pb.MicroBatch.DESCRIPTOR.fields_by_name["token_ids"].message_type
     return {
@@ -32,7 +31,7 @@ def _tensors(*, may_be_unset: bool) -> Mapping[str, str]:
 
 
 TENSORS, OPTIONAL = _tensors(may_be_unset=False), _tensors(may_be_unset=True)
-"""In the order of MicroBatch's fields, which is that of the digest."""
+"""In the order of the fields, which is the digest's."""
 
 _PER_TOKEN = ("position_ids", "loss_mask", "advantages", "inference_logprobs")
 # Tensors that may be unset, of (T,), (S,) and (T, K).
@@ -42,7 +41,7 @@ _CANDIDATES = ("ref_top_ids", "ref_top_logprobs")
 
 
 def micro_batch_to_proto(micro_batch: MicroBatch) -> pb.MicroBatch:
-    """Raises ValueError if an array has not the type that MicroBatch declares."""
+    """Raises ValueError for an array of another type than MicroBatch declares."""
     encoded: dict[str, Any] = {}
     for name, dtype in {**TENSORS, **OPTIONAL}.items():
         array = getattr(micro_batch, name)
@@ -64,12 +63,12 @@ def micro_batch_to_proto(micro_batch: MicroBatch) -> pb.MicroBatch:
 def micro_batch_from_proto(
     message: pb.MicroBatch, *, num_environments: int | None = None, field: str = "micro_batch"
 ) -> MicroBatch:
-    """The micro-batch; its arrays are read-only views.
+    """Its arrays are read-only views.
 
-    Raises MeshError INVALID_REQUEST that names every tensor of the wrong type or length, offsets that do not increase
-    from 0 to T, a number that is not finite, ce or ref_kl weights at a token that nothing predicts, only one of two
-    tensors that go together, candidates without ref_kl_weights, a prefix that no sample of the row has, and an
-    env_index outside `num_environments` if that is given.
+    Raises MeshError INVALID_REQUEST with every tensor of a wrong type or length, offsets that do not increase from 0 to
+    T, numbers that are not finite, ce or ref_kl weights at an unpredicted token, one without the other of two tensors
+    that go together, candidates without ref_kl_weights, a prefix that no sample has, and an env_index outside
+    `num_environments` if given.
     """
     reader = FieldReader("the micro-batch", field)
     arrays = {name: reader.vector(getattr(message, name), name, dtype) for name, dtype in TENSORS.items()}

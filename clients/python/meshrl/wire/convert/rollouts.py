@@ -1,4 +1,4 @@
-"""Events of RunRollouts: a message of one of several kinds to the dataclass of that kind and back."""
+"""Events of RunRollouts: a dataclass for each kind."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshrl.wire.types.routes import Routes, joined
 from meshrl.wire.validate import at_least
 
 ROUTES_BYTES = 16 * 2**20
-"""Most bytes of routes of experts in one message, and in that of a rollout: messages of 64 MiB are taken."""
+"""Routes of experts in one message, a rollout's own included: 64 MiB are the limit."""
 
 _KINDS: Mapping[str, type[RolloutEvent]] = {"rollout": Rollout, "failure": RolloutFailure, "summary": RolloutSummary}
 _FIELDS = {kind: field for field, kind in _KINDS.items()}
@@ -24,7 +24,7 @@ def rollout_event_to_proto(event: RolloutEvent) -> pb.RunRolloutsResponse:
 
 
 def rollout_messages(event: RolloutEvent) -> list[pb.RunRolloutsResponse]:
-    """One message, after parts of a rollout's routes of experts where these are too many bytes."""
+    """One, after parts of the rollout's routes if these exceed ROUTES_BYTES."""
     if not isinstance(event, Rollout):
         return [rollout_event_to_proto(event)]
     routes = [sample.routed_experts for sample in event.samples]
@@ -44,16 +44,16 @@ def rollout_messages(event: RolloutEvent) -> list[pb.RunRolloutsResponse]:
 
 
 class RolloutReader:
-    """The events of one stream of RunRolloutsResponse, with parts put together."""
+    """One stream's events, with parts put together."""
 
     def __init__(self, contract_version: str = "") -> None:
-        """`contract_version` of the sender: from 1.1 on an absent reward or temperature is an error."""
+        """From the sender's contract 1.1 on an absent reward or temperature is an error."""
         self._sends_zeros = at_least(contract_version, "1.1")
         self._parts: dict[str, dict[int, list[Routes]]] = {}  # by rollout and sample
 
     def read(self, message: pb.RunRolloutsResponse) -> RolloutEvent | None:
-        """None for a part of an event and for an event of a newer contract. An unreadable rollout counts as failed:
-        those after it are not lost."""
+        """None for a part and for an event of a newer contract. An unreadable rollout becomes a failure, so that
+        later ones are not lost."""
         try:
             if message.WhichOneof("event") == "routed_experts_part":
                 part = from_proto(RoutedExpertsPart, message.routed_experts_part)

@@ -1,4 +1,4 @@
-"""Messages of WeightSync of which a newer peer may send kinds that this program does not know."""
+"""Messages of WeightSync of which a newer peer may send unknown kinds."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def agent_command_to_proto(command: AgentCommand) -> pb.SessionResponse:
 
 
 def agent_command_from_proto(message: pb.SessionResponse) -> AgentCommand | None:
-    """None for a command that this program does not know."""
+    """None for an unknown command."""
     field = message.WhichOneof("command")
     kind = None if field is None else _COMMANDS.get(field)
     return None if field is None or kind is None else from_proto(kind, getattr(message, field))
 
 
 def version_info_from_proto(message: pb.VersionInfo) -> VersionInfo:
-    """Raises CONTRACT_MISMATCH for a state or transport that this program does not know."""
+    """Raises CONTRACT_MISMATCH for an unknown state or transport."""
     try:
         return from_proto(VersionInfo, message)
     except MeshError as error:
@@ -58,7 +58,7 @@ def version_info_from_proto(message: pb.VersionInfo) -> VersionInfo:
 
 
 def version_event_from_proto(message: pb.WatchVersionsResponse) -> VersionEvent | None:
-    """None for a state or transport that this program does not know."""
+    """None for an unknown state or transport."""
     try:
         return from_proto(VersionEvent, message)
     except MeshError:  # of a newer hub; a watch goes on

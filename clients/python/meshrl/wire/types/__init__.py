@@ -1,4 +1,4 @@
-"""The messages of a run as frozen dataclasses; `convert` is the only place that turns them into protobuf."""
+"""A run's messages as frozen dataclasses, which `convert` turns into protobuf."""
 
 from meshrl.wire.types.batches import (
     Batch,

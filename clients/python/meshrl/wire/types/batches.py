@@ -1,7 +1,4 @@
-"""Batches, steps and runs of a trainer.
-
-Shapes: T tokens of a micro-batch, S samples, K candidates of a token.
-"""
+"""Batches, steps and runs of a trainer. T tokens of a micro-batch, S samples, K candidates of a token."""
 
 from __future__ import annotations
 
@@ -20,11 +17,11 @@ from meshrl.wire.types.runs import AdapterSpec, RunInfo
 class MicroBatch:
     """Samples packed into one row; attention never crosses `sample_offsets`, but for a shared prefix.
 
-    `loss_mask` marks the tokens of the rl term. The weights after it are None where no token has one: rl then weighs
-    each of its tokens 1, ce and ref_kl have no tokens. A token of ce or ref_kl is one whose weight is not 0.
+    `loss_mask` marks the rl term's tokens. The weights after it are None where no token has one: rl then weighs each of
+    its tokens 1, ce and ref_kl have none. A token is of ce or ref_kl if its weight is not 0.
 
-    A sample with `prefix_tokens` above 0 follows the first so many tokens of the sample `prefix_samples`, which it does
-    not repeat: that one has at least as many of its own, and no prefix.
+    A sample with `prefix_tokens` above 0 follows so many first tokens of the sample `prefix_samples`, and does not
+    repeat them: that one has as many of its own, and no prefix.
     """
 
     dp_rank: int
@@ -55,13 +52,13 @@ class MicroBatch:
 
     @property
     def unpredicted(self) -> NDArray[np.int64]:
-        """Indices of the first token of each sample without a prefix, which nothing predicts."""
+        """First tokens of samples without a prefix, which nothing predicts."""
         starts = self.sample_offsets[:-1]
         return starts if self.prefix_tokens is None else starts[self.prefix_tokens == 0]
 
     @property
     def sources(self) -> NDArray[np.int64]:
-        """(T,) index of the token that predicts each; -1 where none does."""
+        """(T,) index of each token's predictor, -1 for none."""
         before = np.arange(-1, len(self.token_ids) - 1, dtype=np.int64)
         before[self.sample_offsets[:-1]] = -1
         if self.prefix_tokens is not None and self.prefix_samples is not None:
@@ -73,7 +70,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Batch:
-    """`loss_tokens` counts loss_mask over all micro-batches: the tokens of the rl term."""
+    """`loss_tokens` counts loss_mask over all micro-batches."""
 
     run_id: str
     step: int
@@ -84,7 +81,7 @@ class Batch:
     logprob_rollouts: tuple[str, ...] = ()  # whose logprobs the DONE event is to carry
 
     def without_routes(self) -> Batch:
-        """Of the same digest; the trainer's routers then choose themselves."""
+        """Of the same digest; the trainer's routers then choose."""
         return replace(self, micro_batches=tuple(replace(row, routed_experts=None) for row in self.micro_batches))
 
 
@@ -103,7 +100,7 @@ class BatchHeader:
 
 @dataclass(frozen=True, kw_only=True)
 class RoutedShape:
-    """`per_token` of `experts` experts, at each of `layers` routers."""
+    """`per_token` of `experts`, at each of `layers` routers."""
 
     layers: int
     per_token: int
@@ -143,8 +140,8 @@ class StepState(enum.Enum):
 class StepEvent:
     """`version`, `metrics` and `timings_s` are filled when DONE, `reason` when FAILED.
 
-    `logprobs` are the trainer's of rollouts in Batch.logprob_rollouts: one a token of loss_mask, in the order of the
-    batch. `entropies` (N,), in nats, are of some of the step's tokens.
+    `logprobs` are the trainer's of Batch.logprob_rollouts: one a token of loss_mask, in the batch's order. `entropies`
+    (N,), in nats, are of some tokens.
     """
 
     revision: int

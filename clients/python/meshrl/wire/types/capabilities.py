@@ -1,7 +1,5 @@
-"""What a peer can do beyond the fields of the contract version: the names that first calls carry both ways.
-
-docs/contract.md lists them.
-"""
+"""Names that first calls carry both ways: what a peer can do beyond the contract version. docs/contract.md lists
+them."""
 
 from __future__ import annotations
 
@@ -18,10 +16,10 @@ SPARSE_DELTAS = "deltas.sparse"
 BROADCAST_DELTAS = "broadcasts.deltas"
 
 ROLLOUT = (REATTACH, DRAIN)
-"""Of this repository's rollout service. Those below are of its other programs."""
+"""Of this repository's rollout service, as those below of its other programs."""
 
 ROLLOUT_CALLER = (REATTACH,)
 TRAINER = (DRAIN, CHECKPOINTS)
 HUB = (DRAIN, MANIFEST_PARTS, COMPILED, FILE_DELTAS, COPIES, ROW_ORDER, PROBES, BROADCAST_DELTAS)
 ENGINE = (SPARSE_DELTAS,)
-"""Of the agent of every engine here; that of an engine which takes them lists BROADCAST_DELTAS, too."""
+"""Of every engine's agent; BROADCAST_DELTAS only if it takes them."""

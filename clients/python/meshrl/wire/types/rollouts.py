@@ -1,7 +1,4 @@
-"""Groups, rollouts and their samples.
-
-Shapes: T tokens of a sample.
-"""
+"""Groups, rollouts and their samples. T tokens of a sample."""
 
 from __future__ import annotations
 
@@ -45,12 +42,11 @@ class EnvironmentInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutRequest:
-    """One group: `group_size` rollouts of one task. At most one of min_version, exact_version.
+    """A group: `group_size` rollouts of one task. At most one of min_version, exact_version.
 
-    `scores_only`: only rewards count, so logprobs need not fit training. `conversations`, `routed_experts`: rollouts
-    hold their messages, or the experts of their tokens. `run_id`: the run whose policy plays, empty for the engines'
-    only one. `linger_s`: the group outlives a broken stream for so long; `after_seq` attaches to it again, behind that
-    event.
+    `scores_only`: logprobs need not fit training. `conversations`, `routed_experts`: rollouts hold messages, or tokens'
+    experts. `run_id`: the run whose policy plays, empty for the engines' only one. `linger_s`: the group outlives a
+    broken stream for so long; `after_seq` attaches to it again, behind that event.
     """
 
     request_id: str
@@ -75,10 +71,10 @@ class RolloutRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class VersionSpan:
-    """Tokens [start, end) were sampled by `version`.
+    """`version` sampled tokens [start, end).
 
-    `prompt_version`, on the first span of a reply: the oldest version that computed a part of the prompt's KV cache,
-    where that is another.
+    `prompt_version`, on a reply's first span: the oldest version that computed a part of the prompt's KV cache, if it
+    is another.
     """
 
     start: int
@@ -93,10 +89,9 @@ class VersionSpan:
 
 @dataclass(frozen=True, kw_only=True)
 class MessageSpan:
-    """Tokens [start, end) belong to one message of `role`; `text` is for people.
+    """Tokens [start, end) are one message of `role`; `text` is for people.
 
-    [content_start, content_end) of them are its content, the others markup of the chat template. Both are None if they
-    were not separated.
+    [content_start, content_end) are its content, the others markup of the chat template. None: not separated.
     """
 
     start: int
@@ -150,7 +145,7 @@ class Rollout:
 
     @property
     def oldest_version(self) -> int | None:
-        """Oldest version that sampled a token, or computed the prompt of one. None when none was sampled."""
+        """That sampled a token, or computed a prompt. None without a sampled token."""
         spans = (span for sample in self.samples for span in sample.version_spans)
         return min((span.oldest for span in spans), default=None)
 
@@ -165,7 +160,7 @@ class Rollout:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutFailure:
-    """`reason` is from the error catalogue, `traceparent` of its own trace."""
+    """`reason` is of the error catalogue, `traceparent` of its own trace."""
 
     rollout_id: str
     group_id: str
@@ -187,7 +182,7 @@ class RolloutSummary:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RoutedExpertsPart:
-    """Rows of `Sample.routed_experts` of a later rollout, behind those of earlier parts."""
+    """Rows of a later rollout's `Sample.routed_experts`, behind those of earlier parts."""
 
     rollout_id: str
     sample: int
@@ -199,11 +194,10 @@ RolloutEvent = Rollout | RolloutFailure | RolloutSummary
 
 @dataclass(frozen=True, kw_only=True)
 class EngineEndpoint:
-    """One engine as the rollout server sees it.
+    """An engine as the rollout server sees it.
 
-    `logprobs_mode`: processed_logprobs for logprobs of the distribution sampled from, raw_logprobs for that before
-    temperature and cuts; empty while unknown. `slots`: sequences decoded at once. `kv_tokens`: tokens of its KV cache.
-    Both are None if not reported.
+    `logprobs_mode`: processed_logprobs of the distribution sampled from, raw_logprobs before temperature and cuts, ""
+    if unknown. `slots`: sequences decoded at once. `kv_tokens`: size of its KV cache. None if not reported.
     """
 
     url: str
@@ -218,8 +212,7 @@ class EngineEndpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutStatus:
-    """Counts of rollouts, not groups. At most `max_concurrent` run at once now, for `limit_reason`. None or 0 if not
-    reported."""
+    """Counts rollouts, not groups. At most `max_concurrent` run now, for `limit_reason`. None or 0 if not reported."""
 
     running: int
     queued: int

@@ -1,7 +1,7 @@
-"""Routes of a mixture of experts: the experts that each token went through, as engines report and trainers replay them.
+"""Routes of a mixture: the experts of each token, which engines report and trainers replay.
 
-An array (T, L, K) of experts for T tokens, L routers and K experts of each: uint8 for models of up to 255 experts a
-layer, else int16. In each type one value stands for an unknown choice.
+An array (T, L, K) for T tokens, L routers and K experts of each: uint8 up to 255 experts a layer, else int16, each with
+one value for unknown choices.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ def unknown(num_tokens: int, like: Routes) -> Routes:
 
 
 def signed(routes: Routes) -> NDArray[np.int16]:
-    """As int16, so that an unknown choice is -1."""
+    """As int16, with -1 for unknown."""
     if routes.dtype == np.int16:
         return routes.astype(np.int16, copy=False)
     return np.where(routes == unknown_of(routes), np.int16(-1), routes.astype(np.int16))
 
 
 def narrowed(chosen: NDArray[np.integer], num_experts: int) -> Routes:
-    """Chosen experts, unknown ones below 0, in the type for a model of so many experts."""
+    """Chosen experts, -1 for unknown, in the type for so many experts."""
     if num_experts > MAX_NARROW_EXPERTS:
         return chosen.astype(np.int16)
     return chosen.astype(np.uint8)  # of which -1 becomes 255
 
 
 def joined(parts: Iterable[tuple[int, Routes | None]]) -> Routes | None:
-    """Routes of several stretches of tokens, each with its number of tokens and what is known. None where nothing is
-    known of any. Raises ValueError for routes of different models."""
+    """Of stretches of tokens, each a number of tokens and their routes if known. None if nothing is known. Raises
+    ValueError for routes of different models."""
     stretches = list(parts)
     known = [routes for _, routes in stretches if routes is not None]
     if not known:

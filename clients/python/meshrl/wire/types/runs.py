@@ -1,4 +1,4 @@
-"""What a run is: how it is trained, its state, and its versions at engines that hold several."""
+"""Runs: how they are trained, their state, and their versions at engines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterSpec:
-    """A low-rank adapter: a layer of `target_modules` adds alpha / rank * B(A(x)); `seed` is of A's first values."""
+    """A layer of `target_modules` adds alpha / rank * B(A(x)); `seed` is of A's first values."""
 
     rank: int
     alpha: float
@@ -56,7 +56,7 @@ class RunDrive(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class StartPoint:
-    """A checkpoint of `run_id`, empty for the new run's own name; `step` None is the newest."""
+    """A checkpoint of `run_id`, "" for the new run's own name; `step` None is the newest."""
 
     run_id: str = ""
     step: int | None = None
@@ -64,7 +64,7 @@ class StartPoint:
 
     @classmethod
     def read(cls, text: str, *, with_optimizer: bool = False) -> StartPoint:
-        """That of RUN or RUN@STEP. Raises ValueError for other text."""
+        """Of RUN or RUN@STEP. Raises ValueError."""
         run_id, at, step = text.partition("@")
         if not run_id or (at and not step.isdecimal()):
             raise ValueError(f"a start must be RUN or RUN@STEP, such as letters@40, got {text!r}")
@@ -106,7 +106,7 @@ class RunPhase(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Suspension:
-    """Why a run is suspended: `reason` of the catalogue by the trainer, else empty and `by` is ROLE/NAME."""
+    """`reason` of the catalogue by the trainer, else empty and `by` is ROLE/NAME."""
 
     reason: str = ""
     message: str = ""
@@ -115,9 +115,8 @@ class Suspension:
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """`epoch` grows with each restart of the run's trainer. `durable_step` is the last step in a checkpoint on the
-    trainer's disk. `oldest_revision` is the smallest that a watch may begin after. Times are in seconds of the epoch.
-    """
+    """`epoch` grows with each restart of the run's trainer. `durable_step` is the last in a checkpoint on its disk,
+    `oldest_revision` the smallest that a watch may begin after. Times are in seconds of the epoch."""
 
     run_id: str
     step: int
@@ -139,7 +138,7 @@ class RunInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class ServedVersion:
-    """With `newest`, requests for the run without a version get it."""
+    """`newest` ones get the run's requests without a version."""
 
     run_id: str
     version: int
@@ -158,7 +157,7 @@ class CheckpointState(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """`name` and `request_id` are of the request for it; times are in seconds of the epoch."""
+    """`name` and `request_id` are its request's; times are in seconds of the epoch."""
 
     run_id: str
     step: int

@@ -1,4 +1,4 @@
-"""Versions of the weights, the engines that serve them, and the hub's commands to their agents."""
+"""Versions, the engines that serve them, and the hub's commands to agents."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ActivationPolicy(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class TensorEntry:
-    """`dtype` is a name of `tensors.DTYPES`, `digest` is of its bytes, once known."""
+    """`dtype` is a name of `tensors.DTYPES`; `digest` is set once known."""
 
     name: str
     dtype: str
@@ -77,7 +77,7 @@ class FileEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class CollectivePlan:
-    """Senders' shares of an nccl version's tensors; see weights.proto."""
+    """See weights.proto."""
 
     num_senders: int
     bucket_bytes: int
@@ -98,7 +98,7 @@ class AdapterConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class VersionProbe:
-    """A prompt of P tokens, and P - 1 logprobs in nats of all but the first, as the trainer computes them."""
+    """P prompt tokens, and the trainer's P - 1 logprobs of them, in nats, without the first."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -106,7 +106,7 @@ class VersionProbe:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The identity of a version's content; `manifest.artifact_id` hashes all of it but the `probe`."""
+    """A version's content; `manifest.artifact_id` hashes all but the `probe`."""
 
     run_id: str
     epoch: int
@@ -132,7 +132,7 @@ class Manifest:
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes that travel: the weights', or the delta's."""
+        """That travel: the weights', or the delta's."""
         if self.kind is not VersionKind.DELTA:
             return self.num_bytes
         return self.chunks[-1].offset + self.chunks[-1].length if self.chunks else 0
@@ -140,7 +140,7 @@ class Manifest:
 
 @dataclass(frozen=True, kw_only=True)
 class FoundVersion:
-    """For a delta, `steps` are the manifests to fetch and apply, in order."""
+    """Of a delta, `steps` are the manifests to fetch and apply, in order."""
 
     manifest: Manifest
     artifact_id: str
@@ -185,9 +185,8 @@ class AgentFault:
 
 @dataclass(frozen=True, kw_only=True)
 class ApplyReport:
-    """`pause_s`: generation stood still; `prepare_s`: fetch and verify.
-
-    `probe_error` is the mean distance in nats of the engine's logprobs from those of the version's probe."""
+    """`pause_s`: generation stood still; `prepare_s`: fetch and verify; `probe_error`: mean distance in nats of the
+    engine's logprobs from the probe's."""
 
     version: int
     root: bytes
@@ -200,9 +199,9 @@ class ApplyReport:
 
 @dataclass(frozen=True, kw_only=True)
 class AgentReport:
-    """One message from an agent; doubles as a heartbeat. `target_artifact_id` is the content of `target_version`.
-    `run_id` is the run of state, target, fault and applied; `served` are the versions of all runs. `sleep_answered` is
-    the number of the last Sleep that was carried out or declined; `sleeping` is true if it was carried out."""
+    """An agent's message and heartbeat. `target_artifact_id` is the content of `target_version`. State, target,
+    fault and applied are of `run_id`; `served` are versions of all runs. `sleep_answered` is the number of the last
+    Sleep that was carried out (then `sleeping`) or declined."""
 
     lease_id: str
     state: AgentState
@@ -221,7 +220,7 @@ class AgentReport:
 
 @dataclass(frozen=True, kw_only=True)
 class VersionCommand:
-    """A command about one version of a run. Hubs of 1.0 name neither run nor epoch, nor what they abort and resume."""
+    """Hubs of 1.0 name neither run nor epoch, nor what they abort and resume."""
 
     version: int
     artifact_id: str = ""
@@ -249,7 +248,7 @@ class Resume(VersionCommand):
 
 
 class Retire(VersionCommand):
-    """Let go of a version of a run once its last request ends."""
+    """Let a version go once its last request ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,7 +258,7 @@ class DrainAgent:
 
 @dataclass(frozen=True, kw_only=True)
 class JoinGroup:
-    """Meet the senders at `store_address`: in each sender's communicator it is rank 0, receiver i is rank 1 + i."""
+    """In each sender's communicator the sender is rank 0, receiver i rank 1 + i."""
 
     generation: int
     store_address: str
@@ -272,7 +271,7 @@ class JoinGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class Sleep:
-    """Give memory back until the next version or request, unless there is work. `number` names it in the answer."""
+    """Give memory back until the next version or request, unless there is work. `number` is for the answer."""
 
     number: int
 
@@ -336,7 +335,7 @@ class VersionEvent:
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationRequest:
-    """A version to commit; epoch 0 and an empty artifact are any. `min_ready` 0 is every engine that is live."""
+    """Epoch 0 and an empty artifact are any; `min_ready` 0 is every live engine."""
 
     run_id: str
     version: int
@@ -356,7 +355,7 @@ class EngineReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Activation:
-    """How a commit went. `commit_s`: decision to last report; `lag_s`: seal to last report."""
+    """`commit_s`: decision to last report; `lag_s`: seal to last report."""
 
     version: VersionInfo
     engines: tuple[EngineReport, ...]
@@ -391,7 +390,7 @@ class EngineInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class SleepOutcome:
-    """Engines that sleep, those that stay awake (no sleep mode, work, or no answer), and the seconds it took."""
+    """Engines asleep, and awake (no sleep mode, work, or no answer)."""
 
     asleep: int
     awake: int
