@@ -1,22 +1,58 @@
-"""Writes the table of keys into docs/prime-rl-keys.md: `python scripts/prime_rl_table.py`."""
+"""Writes the tables of keys into docs/prime-rl-keys.md: `python scripts/prime_rl_table.py`."""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from meshrl.prime_rl.keys import KEYS, ForeignKey
 
 PAGE = Path(__file__).parents[1] / "docs" / "prime-rl-keys.md"
-BEGIN, END = "<!-- table -->\n", "<!-- end of table -->"
+BEGIN, END = "<!-- tables -->\n", "<!-- end of tables -->"
+TWINS = ((".train.env.", ".eval.env.", ".{train,eval}.env."), ("trainer.", "sft.", "{trainer,sft}."))
+"""Parts of a path by which two rows may differ alone, and how one row has both."""
 
 
-def table() -> str:
-    """The table in Markdown; keys that go the same way share a row."""
-    rows: dict[str, list[str]] = {}
-    for key in KEYS:
-        rows.setdefault(_now(key), []).append(_written(key))
-    lines = [f"| {', '.join(dict.fromkeys(keys))} | {now} |" for now, keys in rows.items()]
-    return "\n".join(["| prime-rl | here |", "|---|---|", *lines]) + "\n"
+def tables() -> str:
+    """The tables in Markdown: keys that are moved, without effect, and refused."""
+    keys = _folded(KEYS)
+    moved, refused = defaultdict[str, list[str]](list), defaultdict[str, list[str]](list)
+    for key in keys:
+        if key.new:
+            moved[_place(key)].append(_written(key))
+        elif not key.unused:
+            refused[key.why].append(_written(key))
+    unused = dict.fromkeys(_written(key) for key in keys if not key.new and key.unused)
+    return "\n".join(
+        [
+            "## Taken under another name\n", *_table(("prime-rl", "here"), moved),
+            "\n## Taken without effect\n", f"The notes give the reasons: {', '.join(unused)}.",
+            "\n## Refused\n", *_table(("prime-rl", "in its place"), refused),
+        ]
+    ) + "\n"  # fmt: skip
+
+
+def _table(head: tuple[str, str], rows: Mapping[str, Sequence[str]]) -> Iterable[str]:
+    yield f"| {head[0]} | {head[1]} |"
+    yield "|---|---|"
+    yield from (f"| {', '.join(dict.fromkeys(keys))} | {place} |" for place, keys in rows.items())
+
+
+def _folded(keys: Iterable[ForeignKey]) -> list[ForeignKey]:
+    """With one row for each pair of twins, in the place of the first."""
+    found = list(keys)
+    for one, other, both in TWINS:
+        for key in [key for key in found if one in key.old]:
+            twin, pair = (
+                replace(key, **{name: getattr(key, name).replace(one, part, 1) for name in ("old", "new", "why")})
+                for part in (other, both)
+            )
+            if twin != key and twin in found:
+                found[found.index(key)] = pair
+                found.remove(twin)
+    return found
 
 
 def _written(key: ForeignKey) -> str:
@@ -26,22 +62,21 @@ def _written(key: ForeignKey) -> str:
     return f"`{written}{values}`{' (program alone)' if key.alone else ''}"
 
 
-def _now(key: ForeignKey) -> str:
-    if key.values:
-        values = ", ".join(f"`{old}` is `{new}`" for old, new in key.values.items())
-        return f"values: {values}" if key.new == key.old else f"`{key.new}`; {values}"
-    if key.new:
-        section, _, name = key.new.rpartition(".sampling.")
-        return f"`{name}` of the same section" if section else f"`{key.new}`"
-    return f"{'not used' if key.unused else 'not there'}: {key.why}"
+def _place(key: ForeignKey) -> str:
+    values = ", ".join(f"`{old}` is `{new}`" for old, new in key.values.items())
+    if key.new == key.old:
+        return values
+    section, _, name = key.new.rpartition(".sampling.")
+    place = f"`{name}` of the same section" if section else f"`{key.new}`"
+    return f"{place}; {values}" if values else place
 
 
-def with_table(page: str) -> str:
-    """The page with the present table."""
+def with_tables(page: str) -> str:
+    """The page with the present tables."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return before + BEGIN + table() + END + after
+    return before + BEGIN + tables() + END + after
 
 
 if __name__ == "__main__":
-    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

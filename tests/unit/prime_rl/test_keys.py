@@ -351,4 +351,4 @@ def test_the_page_lists_the_table() -> None:
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     page = (ROOT / "docs" / "prime-rl-keys.md").read_text()
-    assert script.with_table(page) == page, "run: python scripts/prime_rl_table.py"
+    assert script.with_tables(page) == page, "run: python scripts/prime_rl_table.py"

@@ -39,7 +39,7 @@ class WaitState:
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramState:
-    """`loop_lag_s`: the event loop's largest lag since the last state; `stuck_s`: its present silence; `serves`:
+    """`loop_lag_s`: the event loop's largest lag since the last state. `stuck_s`: its present silence. `serves`:
     addresses by which others may name it."""
 
     program: str

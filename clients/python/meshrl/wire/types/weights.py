@@ -185,7 +185,7 @@ class AgentFault:
 
 @dataclass(frozen=True, kw_only=True)
 class ApplyReport:
-    """`pause_s`: generation stood still; `prepare_s`: fetch and verify; `probe_error`: mean distance in nats of the
+    """`pause_s`: generation stood still. `prepare_s`: fetch and verify. `probe_error`: mean distance in nats of the
     engine's logprobs from the probe's."""
 
     version: int
