@@ -12,7 +12,7 @@ from loguru import logger
 
 import older_release
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.types import Transport, VersionKind, VersionProbe, capabilities
+from meshrl.wire.types import Transport, VersionKind, VersionProbe
 from weight_mesh import MemoryEngine, Mesh, make_state
 
 
