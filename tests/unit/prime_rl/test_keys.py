@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -329,6 +330,14 @@ def test_every_successor_is_a_key_and_no_key_is_in_the_table() -> None:
     stale = [key.old for key in KEYS if _has("rl", key.old) and not (key.values or key.alone or ".vllm." in key.old)]
     assert stale == []
     assert [key.new for key in KEYS if key.new and not _has(key.new.split(".")[0], key.new)] == []
+
+
+def test_the_counterparts_of_keys_of_trl_and_verl_are_keys() -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    cells = re.findall(r"^\|[^|]*\|[^|]*\| (.*) \|$", page.partition("| TRL | verl |")[2], flags=re.MULTILINE)
+    keys = [key for cell in cells for key in re.findall(r"`([a-z_.]+)(?: = \d)?`", cell)]
+    assert len(keys) > 8
+    assert [key for key in keys if not _has("rl", key)] == []
 
 
 def _has(program: str, dotted: str) -> bool:
