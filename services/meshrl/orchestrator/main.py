@@ -135,6 +135,7 @@ async def _train(
             least_rollouts=recipes.least_rollouts,
             checkpoints=config.checkpoint_interval is not None,
             saves_last=config.checkpoint_at_end,
+            last_step=config.last_step,
         )
         ending.push_async_callback(asyncio.to_thread, journal.close)
         ending.callback(lambda: logger.info(f"rollouts: {journal.balance()}"))

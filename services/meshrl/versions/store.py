@@ -186,13 +186,15 @@ def _has_chain(manifest: Manifest) -> bool:
 def _delete_files(artifact_id: str, paths: Sequence[Path]) -> None:
     payloads: dict[Path, list[Path]] = {}
     for path in paths:
-        payloads.setdefault(manifest_path(path), []).append(path)
+        if path.exists():  # else its run has ended, and deleted what it had in memory
+            payloads.setdefault(manifest_path(path), []).append(path)
     for manifest_file, of_one in payloads.items():
+        shown = ", ".join(map(str, of_one))
         try:
             with open(open_regular(manifest_file), "rb") as file:
                 manifest = from_json(file.read())
             if artifact_id_of(manifest) != artifact_id:
-                logger.warning("{} are kept: the manifest beside them is of another artifact", of_one)
+                logger.warning("{} is kept: the manifest beside it is of another artifact", shown)
                 continue
             for path in (*of_one, manifest_file):
                 path.unlink(missing_ok=True)
@@ -200,4 +202,4 @@ def _delete_files(artifact_id: str, paths: Sequence[Path]) -> None:
             if step_of(folder_of_step) is not None and not any(folder_of_step.iterdir()):
                 folder_of_step.rmdir()
         except (OSError, ValueError) as error:  # the version is retired all the same; only disk space is lost
-            logger.warning("{} are kept: {}", of_one, error)
+            logger.warning("{} is kept: {}", shown, error)

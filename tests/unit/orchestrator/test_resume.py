@@ -1,9 +1,10 @@
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from meshrl.orchestrator.ledger.resume import goes_on, plan_resume
+from meshrl.orchestrator.ledger.resume import ResumePlan, goes_on, plan_resume
 from meshrl.orchestrator.ledger.rows import Past, RunRow, StepRecord
 from meshrl.orchestrator.ledger.rules import LedgerEntry, RolloutState
 from meshrl.orchestrator.work.screening import DropReason, RunTotals
@@ -58,10 +59,9 @@ def past(make_group) -> Callable[..., Past]:
     return make
 
 
-def planned(past: Past, step: int, *, logged: int = 0, dp_size: int = 2, seq_len: int = 48):
-    return plan_resume(
-        past, trainer_step=step, logged_step=logged, dp_size=dp_size, seq_len=seq_len, environments={"echo": 2}
-    )
+def planned(past: Past, step: int, **other: Any) -> ResumePlan:
+    settings = {"logged_step": 0, "dp_size": 2, "seq_len": 48, "environments": {"echo": 2}}
+    return plan_resume(past, trainer_step=step, **settings | other)
 
 
 def test_what_the_trainer_did_is_trained_and_what_it_did_not_is_submitted_again(past) -> None:
@@ -79,6 +79,12 @@ def test_a_batch_after_a_gap_or_too_large_gives_its_rollouts_back(past) -> None:
         unfit = planned(past(left, over="g2 g4", kept=(2, 4)), 1, **other)
         assert (unfit.again, unfit.released) == ((), (2, 4))
         assert {group for group, _ in unfit.ready} == {"g2", "g4"}
+
+
+def test_a_run_that_ends_earlier_than_before_submits_no_batch_beyond_its_last_step(past) -> None:
+    left = [entry(f"g{step}/{place}", "batched", step) for step in (1, 2, 3) for place in (0, 1)]
+    plan = planned(past(left, over="g1 g2 g3", kept=(1, 2, 3)), 0, last_step=2)
+    assert (plan.again, plan.released, plan.ready) == ((1, 2), (3,), (("g3", ("g3/0", "g3/1")),))
 
 
 def test_of_a_cut_off_group_what_has_not_come_back_is_sampled_with_other_seeds_and_nothing_is_dropped(past) -> None:
@@ -126,9 +132,7 @@ def test_rollouts_without_payload_or_environment_are_dropped_with_a_reason(past)
         ("g1/1", DropReason.UNDONE),
         ("g2/0", DropReason.GROUP_LOST),
     }
-    elsewhere = plan_resume(
-        past(left, over="g1 g2"), trainer_step=1, logged_step=0, dp_size=2, seq_len=48, environments={"math": 2}
-    )
+    elsewhere = planned(past(left, over="g1 g2"), 1, environments={"math": 2})
     assert {reason for _, reason in elsewhere.dropped} == {DropReason.REMOVED}
 
 

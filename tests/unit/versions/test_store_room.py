@@ -1,4 +1,4 @@
-"""The hub's spool on a small disk: a chunk that found no room has not arrived, whatever part of it was written."""
+"""The hub's store: chunks on a small disk, and files that are gone when their version is retired."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import google_crc32c
 import numpy as np
 import pytest
+from loguru import logger
 
 from meshrl.versions.files import Spool
 from meshrl.versions.store import VersionStore
@@ -87,3 +88,15 @@ def test_an_engine_whose_shared_memory_fills_up_refuses_a_version_and_goes_on_on
         held.write(chunk(offset))
     assert room.parts[0][1].tobytes() == DATA
     room.release()
+
+
+def test_files_that_went_with_their_run_are_not_missed_and_those_without_a_manifest_are_named(tmp_path: Path) -> None:
+    store, lines, orphan = VersionStore(tmp_path / "spool"), [], tmp_path / "weights-e2.safetensors"
+    sink = logger.add(lines.append, level="WARNING")
+    store.delete("a", [str(tmp_path / "step_1" / "weights-e1.safetensors")])
+    assert lines == []
+    orphan.touch()
+    store.delete("a", [str(orphan)])
+    logger.remove(sink)
+    (line,) = lines
+    assert f"{orphan} is kept: " in line

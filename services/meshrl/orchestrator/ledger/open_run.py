@@ -35,11 +35,13 @@ def open_journal(
     least_rollouts: Mapping[str, int],
     checkpoints: bool,
     saves_last: bool = False,
+    last_step: int | None = None,
     writer: Writer | None = None,
 ) -> Journal:
     """Opens the ledger in a run's folder for this run of the trainer. Blocks. Raises RunError when it cannot be used.
     `session` is that of the configuration, `least_rollouts` the fewest rollouts of a group, by training environment;
-    the trainer saves steps on the way (`checkpoints`), and the last one (`saves_last`)."""
+    the trainer saves steps on the way (`checkpoints`), and the last one (`saves_last`). The run ends with `last_step`.
+    """
     size = end_whole(layout.metrics_jsonl)
     store = LedgerStore(layout.ledger, writer)
     ledger = Ledger(store.record)
@@ -56,7 +58,15 @@ def open_journal(
         first_step = min(last.first_step, this.first_step)
         row = replace(this, first_step=first_step, metrics_offset=last.metrics_offset)
         past = store.resume(row, trainer_step=run.step)
-        start = _resume(layout, trainer, ledger, store, past, step=run.step, least_rollouts=least_rollouts)
+        decide = partial(
+            plan_resume,
+            trainer_step=run.step,
+            dp_size=trainer.dp_size,
+            seq_len=trainer.seq_len,
+            environments=least_rollouts,
+            last_step=last_step,
+        )
+        start = _resume(layout, ledger, store, past, decide, step=run.step)
     else:
         store.begin(this)
         progress, drawn, algorithms = read_state(layout, run.step)
@@ -83,26 +93,11 @@ def open_journal(
 
 
 def _resume(
-    layout: Layout,
-    trainer: TrainerInfo,
-    ledger: Ledger,
-    store: LedgerStore,
-    past: Past,
-    *,
-    step: int,
-    least_rollouts: Mapping[str, int],
+    layout: Layout, ledger: Ledger, store: LedgerStore, past: Past, decide: Callable[..., ResumePlan], *, step: int
 ) -> StartingPoint:
     """Takes up an earlier process's state, for a trainer at `step`. Raises RunError when the totals are lost."""
     logged = last_logged_step(layout.metrics_jsonl, past.run.metrics_offset)
-    decide = partial(
-        plan_resume,
-        trainer_step=step,
-        logged_step=logged,
-        dp_size=trainer.dp_size,
-        seq_len=trainer.seq_len,
-        environments=least_rollouts,
-    )
-    past, plan, rollouts = _plan_without_damage(store, past, decide)
+    past, plan, rollouts = _plan_without_damage(store, past, partial(decide, logged_step=logged))
     algorithms: Mapping[str, Mapping[str, float]] = {}
     if step in past.steps:
         progress, algorithms = past.steps[step].progress, past.steps[step].algorithms

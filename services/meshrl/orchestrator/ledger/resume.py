@@ -8,6 +8,7 @@ missing rollouts are sampled again, so nothing that is finished is lost.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -60,16 +61,19 @@ def plan_resume(
     dp_size: int,
     seq_len: int,
     environments: Mapping[str, int],
+    last_step: int | None = None,
 ) -> ResumePlan:
     """Decides about everything that is open. The trainer takes batches made for `dp_size`, with rows of at most
-    `seq_len` tokens. `environments` are those of the run, with the fewest rollouts of a group of each."""
+    `seq_len` tokens. `environments` are those of the run, with the fewest rollouts of a group of each. The run ends
+    with `last_step`, which may be earlier than before."""
     taken: dict[int, list[LedgerEntry]] = {}
     for entry in past.entries:
         if entry.state in (RolloutState.BATCHED, RolloutState.TRAINED) and entry.step is not None:
             taken.setdefault(entry.step, []).append(entry)
     again: list[int] = []
     step = trainer_step + 1
-    while step in taken and step in past.kept and (record := past.steps.get(step)) is not None:
+    last = math.inf if last_step is None else last_step
+    while step <= last and step in taken and step in past.kept and (record := past.steps.get(step)) is not None:
         if record.dp_size != dp_size or record.longest_row > seq_len:
             break
         again.append(step)
