@@ -91,7 +91,8 @@ def test_an_engine_whose_shared_memory_fills_up_refuses_a_version_and_goes_on_on
 
 
 def test_files_that_went_with_their_run_are_not_missed_and_those_without_a_manifest_are_named(tmp_path: Path) -> None:
-    store, lines, orphan = VersionStore(tmp_path / "spool"), [], tmp_path / "weights-e2.safetensors"
+    store, orphan = VersionStore(tmp_path / "spool"), tmp_path / "weights-e2.safetensors"
+    lines: list[str] = []
     sink = logger.add(lines.append, level="WARNING")
     store.delete("a", [str(tmp_path / "step_1" / "weights-e1.safetensors")])
     assert lines == []
