@@ -17,6 +17,8 @@ def forgotten(index: int, run_id: str) -> None:
 
 
 def creation(index: int, run_id: str) -> None:
+    if run_id == "bad":
+        raise ValueError("bad has no place here")
     CALLS.append(("creation", index, run_id))
 
 

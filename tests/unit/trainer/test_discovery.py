@@ -126,6 +126,19 @@ async def test_why_a_run_is_evicted_stands_in_its_folder_and_it_goes_on_once_tha
         await mesh.train("run_a", [1])
 
 
+def test_a_rank_gives_the_index_of_a_run_that_is_gone_to_the_next() -> None:
+    hook_calls.CALLS.clear()
+    hooks = RunHooks(HOOKS)
+    with pytest.raises(ValueError, match="a creation hook failed: bad has no place"):
+        hooks.created("bad")
+    for name in ("a", "b"):
+        hooks.created(name)
+    hooks.deleted("a")
+    hooks.created("c")
+    indices = [(index, run_id) for kind, index, run_id in hook_calls.CALLS if kind == "creation"]
+    assert indices == [(0, "a"), (1, "b"), (0, "c")]
+
+
 def test_hooks_that_cannot_be_called_are_refused_with_their_key() -> None:
     with pytest.raises(ValueError, match=r"trainer\.run_hooks\.discovered.*cannot be called as forgotten"):
         RunHooks(RunHooksConfig(discovered=["hook_calls.forgotten"]))

@@ -39,8 +39,6 @@ FULL = (Reason.RUN_LIMIT_REACHED, Reason.NO_ROOM_FOR_RUN)
 
 @dataclass
 class _Seen:
-    """What is known of a run's folder."""
-
     refused: bytes | None = None  # its file, if that was refused as it is
     waits: bool = False  # for a place, of which the log has a line
     discovered: bool = False  # its hooks were called
@@ -48,7 +46,7 @@ class _Seen:
 
 
 class Discovery:
-    """Follows the folders of runs. Its runs are those of the host with a folder's name."""
+    """Its runs are those of the host whose name is that of a folder."""
 
     def __init__(self, host: RunHost, hooks: RunHooks, output_dir: Path) -> None:
         self._host, self._hooks, self._output_dir = host, hooks, output_dir
@@ -63,13 +61,13 @@ class Discovery:
             await asyncio.sleep(every_s)
 
     async def look(self) -> None:
-        """Takes up new runs, forgets those that are gone, and writes messages for their owners."""
+        """Looks once."""
         found = await asyncio.to_thread(self._files)
         for run_id in [run_id for run_id in self._host.added if run_id.startswith(PATTERN[:-1])]:
             if run_id not in found:
+                index = self._hooks.index(run_id)
                 await self._host.delete(run_id, keep_checkpoints=True)
-                self._hooks.forgotten(run_id)
-                self._hooks.release(run_id)
+                self._hooks.forgotten(index, run_id)
                 self._seen.pop(run_id, None)
         for run_id, data in sorted(found.items()):
             seen = self._seen[run_id]
@@ -114,7 +112,6 @@ class Discovery:
         await asyncio.to_thread(problem.unlink, missing_ok=True)
 
     async def _evictions(self, run_id: str) -> None:
-        """Writes why the trainer has suspended a run; once its owner deletes the file, the run goes on."""
         suspension, seen = self._host.suspension(run_id), self._seen[run_id]
         file = Layout(self._output_dir / run_id).control / EVICTED
         if suspension is None or not suspension.reason:
@@ -130,10 +127,8 @@ class Discovery:
 
 
 def settings_from(table: Mapping[str, Any], own: RunSettings, *, folder: str) -> RunSettings:
-    """The settings of a run by its orchestrator's configuration, with those of the trainer's own run for the rest.
-
-    Raises ValueError, which names the key.
-    """
+    """Those of a run by its orchestrator's configuration, and for the rest by the trainer's own run. Raises ValueError,
+    which names the key."""
     values = own.model_dump(exclude={"ckpt": {"resume_step"}}) | {"folder": folder}
     adapter = {key: value for key, value in table.get("model", {}).get("lora", {}).items() if key != "name"}
     values["lora"] = (values["lora"] or {}) | adapter

@@ -1,6 +1,7 @@
-"""Functions of the user that are called as runs come and go, named in the `run_hooks` section of the trainer.
+"""Functions of the user that are called as runs come and go: the `run_hooks` section of the trainer.
 
-Runs have an index, the smallest that is free, for as long as they are here. `config` is the table of control/orch.toml.
+A run has an index, the smallest that is free, from its creation to its deletion. `config` is the table of
+control/orch.toml.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ class RunHooksConfig(BaseConfig):
     """(index, run_id), on every rank, before a run's memory is freed."""
 
     config_validation: list[str] = Field(default_factory=list)
-    """(config) -> (ok, message), on rank 0, before a run is made; the message of one that is not ok is written to
+    """(config) -> (ok, message), on rank 0, before a run is made. The message of a refusal is written to
     control/config_validation_error.txt."""
 
 
 class RunHooks:
-    """The hooks of a rank, and the indices of its runs."""
+    """The hooks of one rank, and the indices of its runs."""
 
     def __init__(self, config: RunHooksConfig | None = None) -> None:
-        """Raises ValueError, which names the key, for a function that cannot be loaded or takes other arguments."""
+        """Raises ValueError, which names the key, for a function that cannot be loaded or called."""
         arguments: Mapping[str, Sequence[str]] = {
             "discovered": ("index", "run_id", "config"),
             "forgotten": ("index", "run_id"),
@@ -65,25 +66,24 @@ class RunHooks:
             self._indices[run_id] = next(index for index in range(len(taken) + 1) if index not in taken)
         return self._indices[run_id]
 
-    def release(self, run_id: str) -> None:
-        self._indices.pop(run_id, None)
-
     def created(self, run_id: str) -> None:
-        """Calls the creation hooks; raises ValueError for an error of one."""
+        """Raises ValueError for an error of a creation hook."""
+        index = self.index(run_id)
         for hook in self._hooks["creation"]:
             try:
-                hook(self.index(run_id), run_id)
+                hook(index, run_id)
             except Exception as error:  # whatever a user's function raises
+                del self._indices[run_id]
                 raise ValueError(f"a creation hook failed: {error}") from error
 
     def deleted(self, run_id: str) -> None:
-        self._call("deletion", self.index(run_id), run_id)
+        self._call("deletion", self._indices.pop(run_id), run_id)
 
     def discovered(self, run_id: str, config: Mapping[str, Any]) -> None:
         self._call("discovered", self.index(run_id), run_id, config)
 
-    def forgotten(self, run_id: str) -> None:
-        self._call("forgotten", self.index(run_id), run_id)
+    def forgotten(self, index: int, run_id: str) -> None:
+        self._call("forgotten", index, run_id)
 
     def problem(self, config: Mapping[str, Any]) -> str | None:
         """The message of the first config_validation hook that refuses a configuration."""
