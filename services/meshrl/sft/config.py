@@ -1,4 +1,4 @@
-"""Configuration of the `sft` program; read by its main."""
+"""Configuration of the `sft` program."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from meshrl.training.parallel.deployment import DeploymentConfig
 
 
 class LossMaskConfig(BaseConfig):
-    """Whose messages are learned; in prompt/completion data only those of the completion."""
+    """Whose messages are learned; of prompt and completion those of the completion alone."""
 
     system: bool = False
     """Learn system messages."""
@@ -57,15 +57,15 @@ class TokenizerConfig(BaseConfig):
     """The tokenizer and its chat template."""
 
     name: str | None = Field(default=None, min_length=1)
-    """Tokenizer, by folder or hub name. None takes the model's. It is saved with the weights."""
+    """Tokenizer, by folder or hub name, saved with the weights. None takes the model's."""
 
     chat_template: str | None = None
-    """Chat template in place of the tokenizer's own: a file, the text of a Jinja template, or the name of one that
-    comes with sft (qwen3, which keeps the thinking of earlier turns). It is saved with the weights."""
+    """Chat template in place of the tokenizer's own, saved with the weights: a file, the text of a Jinja template, or
+    the name of one that comes with sft (qwen3, which keeps the thinking of earlier turns)."""
 
 
 class SFTDeploymentConfig(DeploymentConfig):
-    """The processes that train together, on this machine or on the nodes of a job."""
+    """The processes that train together."""
 
     type: DeploymentType = "single_node"
     """multi_node trains on num_train_nodes nodes of a SLURM job."""
@@ -74,8 +74,8 @@ class SFTDeploymentConfig(DeploymentConfig):
     """multi_node: how many nodes."""
 
     gpus_per_node: int = Field(default=8, ge=0)
-    """In a SLURM job: GPUs of each node, with a training process each in multi_node; 0 for nodes without, which have
-    one process."""
+    """In a SLURM job: GPUs of each node, with a training process each in multi_node. 0: nodes without, with one
+    process."""
 
     nodes_per_fsdp_group: int | None = Field(default=None, ge=1)
     """multi_node: nodes that hold one copy of the model; sets model.dp_replicate. None leaves that key as it is."""
@@ -120,15 +120,15 @@ class SFTConfig(TrainingConfig):
     """The tokenizer and its chat template."""
 
     renderer: dict[str, Any] = Field(default={})
-    """Renderer of conversations in place of the chat template: {name = "qwen3"} or any other name of the renderers
-    package, with its options; "auto" takes the one made for model.name. It knows which tokens the model samples, so
-    messages need not render the same in every place. Empty: the chat template."""
+    """Renderer of conversations in place of the chat template: {name = "qwen3"} or another name of the renderers
+    package, with its options; "auto" takes the one made for model.name. With it messages need not render the same in
+    every place. Empty: the chat template."""
 
     loss_mask: LossMaskConfig = LossMaskConfig()
     """Whose messages are learned. A message with weight, loss_mask, trainable or train (0 or 1) decides for itself."""
 
     show_rows: int = Field(default=1, ge=0, le=64)
-    """First rows of the data that are shown before training, with the learned text between [[ and ]]."""
+    """First rows to show before training, with the learned text between [[ and ]]."""
 
     val: ValConfig | None = None
     """Validation. None means none."""
@@ -146,7 +146,7 @@ class SFTConfig(TrainingConfig):
     """Steps to train."""
 
     ckpt: CheckpointConfig | None = None
-    """Checkpoints to resume from; without it only the weights after the last step are written."""
+    """Checkpoints to resume from. None writes the weights after the last step alone."""
 
     seed: int = 0
     """Seed of everything random in training but the order of the data."""
@@ -158,7 +158,7 @@ class SFTConfig(TrainingConfig):
     """Empty output_dir first. Refused for a folder that does not look like a run's."""
 
     dry_run: bool = False
-    """Check the configuration and the first rows of the data, write the resolved file to output_dir/configs and end."""
+    """Check configuration and first rows, write the resolved file to output_dir/configs and end."""
 
     wandb: WandbConfig | None = None
     """Weights & Biases. None means off."""
@@ -178,7 +178,7 @@ class SFTConfig(TrainingConfig):
 
     @property
     def begins_with(self) -> list[Path]:
-        """Files that a run reads: clean_output_dir must not delete them."""
+        """What a run reads: clean_output_dir must not delete it."""
         validation = [self.val.data.name] if self.val is not None else []
         return [Path(name) for name in (self.model.name, self.tokenizer.name, self.data.name, *validation) if name]
 

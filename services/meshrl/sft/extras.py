@@ -1,4 +1,4 @@
-"""Samples and distributions of a fine-tuning step for the monitor, every so many steps; used by the loop on rank 0."""
+"""Samples and distributions of a fine-tuning step for the monitor, every so many steps, on rank 0."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The fine-tuning loop: takes a step's rows, makes a step, validates and saves when it is time; run by `program`.
-
-Consumes the feed's batches in order; produces a record a step for the monitor and, at the end, a Hugging Face folder.
-"""
+"""The fine-tuning loop: takes a step's rows, makes a step, validates and saves when it is time."""
 
 from __future__ import annotations
 
@@ -51,10 +48,9 @@ class SFTLoop:
         self._use = DeviceUse(learner)
 
     def run(self, signals: Sequence[str]) -> Path:
-        """Returns the folder of the final weights. Every rank runs the same loop, which ends early once any rank has a
-        signal in `signals`.
+        """Returns the folder of the final weights. Collective; ends early once any rank has a signal in `signals`.
 
-        Raises StepError, and DataError for data that cannot be used, after saving the weights of the last step, if any.
+        Raises StepError, and DataError for data that cannot be used, with the weights of the last step saved, if any.
         """
         begun = self._run.step_done
         unusable: DataError | None = None

@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def submit_sft(config: SFTConfig, dry_run: bool) -> str | None:
-    """Writes a SLURM job and, unless it is a dry run, submits it. None without [slurm]. Raises ConfigError."""
+    """Writes a SLURM job and submits it unless `dry_run`. None without [slurm]. Raises ConfigError."""
     given = config.deployment
     if config.slurm is None:
         if given.type == "multi_node" and not is_rank(os.environ):
@@ -64,7 +64,7 @@ def submit_sft(config: SFTConfig, dry_run: bool) -> str | None:
 
 
 def _prepare(config: SFTConfig) -> None:
-    """Carries out --dry-run, which ends the process, and --clean-output-dir; begins the logs of this start."""
+    """Carries out --dry-run, which ends the process, or --clean-output-dir, and begins the logs."""
     try:
         if not config.dry_run:
             if config.clean_output_dir:
@@ -103,7 +103,7 @@ def _first_rows(text: TextSettings, data: DataConfig, *, show: int, validated: D
 
 
 def _run_bench(config: SFTConfig, bench: BenchConfig) -> None:
-    """Made-up samples of the shape of `data`, of which ranks share batch_size; keys of [bench] win."""
+    """Made-up samples of the shape of `data`; keys of [bench] win."""
     from meshrl.algorithms.losses import cross_entropy_loss  # the same
     from meshrl.algorithms.objective import Objective
     from meshrl.training.bench.run import bench_program

@@ -1,8 +1,4 @@
-"""Deals tokenized conversations into steps of packed rows; between the loader and the learner.
-
-Counts the trained samples of each part of the mixture, and the place to go on from: both are in DataProgress, which
-checkpoints carry.
-"""
+"""Deals tokenized conversations into steps of packed rows; between the loader and the learner."""
 
 from __future__ import annotations
 
@@ -21,8 +17,8 @@ from meshrl.wire.values import JsonObject
 
 @dataclass(frozen=True, kw_only=True)
 class DataProgress:
-    """The next row, and the trained samples of each part. `parts` has the identity of each part's rows, by which a
-    resumed run notices other data."""
+    """The next row, and the trained samples and tokens of each part; checkpoints have it. By the identity of each part
+    a resumed run notices other data."""
 
     next: Cursor = field(default_factory=Cursor)
     parts: Mapping[str, str] = field(default_factory=dict)
@@ -37,7 +33,7 @@ class DataProgress:
         return cls(**{**values, "next": Cursor(**values["next"])})
 
     def changed(self, parts: Mapping[str, str]) -> str | None:
-        """How the data differs from the trained data. None if it does not, or was not recorded."""
+        """How `parts` differ from the trained data. None if they do not, or it was not recorded."""
         differing = [
             f"{part} had {was}, now {parts.get(part, 'nothing')}"
             for part, was in self.parts.items()
@@ -78,9 +74,8 @@ def training_batches(
     """Endless steps; each is divided among `dp_size` ranks.
 
     `parts` maps names of the data's parts to their identity; `drawn` continues from `progress`. With pack_function cat
-    a step takes samples, at least one, until one more would exceed batch_size * seq_len tokens; with stack it takes
-    batch_size. The sample that did not fit is the first of the next step. Raises DataError when a whole epoch has
-    nothing to learn.
+    a step takes samples, at least one, until one more would exceed batch_size * seq_len tokens. Raises DataError when a
+    whole epoch has nothing to learn.
     """
     usable = _Usable(drawn, data)
     names = list(parts)
@@ -117,7 +112,7 @@ def _size(drawn: DrawnSample, data: DataConfig) -> int:
 
 
 class _Usable:
-    """Drawn samples with something to learn; logs once how many have nothing, and how many were cut."""
+    """Samples with something to learn. Logs once how many have nothing, and how many were cut."""
 
     def __init__(self, drawn: Iterator[DrawnSample], data: DataConfig) -> None:
         self._drawn = drawn
@@ -173,7 +168,7 @@ def nothing_to_learn(data: DataConfig, rows: int) -> DataError:
 
 
 def validation_rows(drawn: Sequence[DrawnSample], data: DataConfig, *, dp_size: int) -> Packing:
-    """All of the validation data in packed rows. Raises DataError when it has nothing to learn."""
+    """Raises DataError when nothing is to be learned."""
     usable = [each.sample for each in drawn if each.usable]
     if not usable:
         raise nothing_to_learn(data, len(drawn))

@@ -1,4 +1,4 @@
-"""Looks at the first rows of the data before a run loads its model, and shows them for `sft --dry-run`."""
+"""Looks at the first rows of the data before a run loads its model, and in `sft --dry-run`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ SHOWN_CHARACTERS = 4000
 
 @dataclass(frozen=True, kw_only=True)
 class DataCheck:
-    """The first rows of one part of the data. `ways` lists how their learned text was found, `unused` the columns and
-    message keys that nothing reads. Those were logged."""
+    """The first rows of one part. `ways` lists how their learned text was found, `unused` the columns and message keys
+    that nothing reads, which were logged."""
 
     part: str
     rows: int
@@ -38,7 +38,7 @@ class DataCheck:
 def check_data(
     text: TextSettings, data: DataConfig, *, show: int = 0, validated: DataConfig | None = None
 ) -> list[DataCheck]:
-    """Tokenizes the first rows of each part of the training and validation data; shows so many of the former.
+    """Tokenizes the first rows of each part; shows so many of the training data.
 
     Raises DataError for data that is missing or malformed, and ModelError for a tokenizer, template or renderer that
     cannot be loaded.

@@ -1,4 +1,4 @@
-"""The `data` sections of `sft`: which conversations, in which shares, and how many of them make a step."""
+"""The `data` sections of `sft`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ class DataConfig(BaseConfig):
     """Conversations to train on."""
 
     type: Literal["sft", "fake"] = "sft"
-    """sft: conversations from `name`; fake: made-up tokens of the same shape, to measure or to try settings out."""
+    """sft: conversations from `name`. fake: made-up tokens of the same shape, to measure or to try settings."""
 
     name: str = Field(default="train.jsonl", min_length=1)
-    """A .jsonl, .json or .parquet file, a folder (of such files, or one that `datasets` has saved), or the name of a
-    dataset on the Hugging Face hub. Rows have a messages column, or prompt and completion; tools (or tool_defs) and
-    chat_template_kwargs are optional."""
+    """A .jsonl, .json or .parquet file, a folder of such files or saved by `datasets`, or a dataset on the Hugging Face
+    hub. Rows have messages, or prompt and completion; tools (or tool_defs) and chat_template_kwargs are optional."""
 
     subset: str | None = None
     """Subset of the dataset. For several see subsets."""
@@ -36,21 +35,21 @@ class DataConfig(BaseConfig):
     """Probability of each subset or split for the next row. None takes a row of each in turn."""
 
     stopping_strategy: Literal["first_exhausted", "all_exhausted"] = "all_exhausted"
-    """When an epoch of a mixture is over: once one of its parts has been seen whole, or once all have, where finished
-    parts begin again."""
+    """When an epoch of a mixture is over: once one part was seen whole, or once all were. Finished parts begin
+    again."""
 
     batch_size: int = Field(default=8, ge=1)
-    """Samples a step. A sample is a row of seq_len tokens filled with whole conversations, or with pack_function stack
-    one conversation."""
+    """Samples a step: rows of seq_len tokens filled with whole conversations, or with pack_function stack
+    conversations."""
 
     micro_batch_size: int = Field(default=1, ge=1)
-    """Samples that go through the model at once. Lower it if memory is short; the result is the same."""
+    """Samples that go through the model at once. The result is the same for any number."""
 
     seq_len: int = Field(default=2048, ge=2)
     """Longest sample in tokens; a longer conversation is cut at its end."""
 
     pack_function: Literal["cat", "stack"] = "cat"
-    """Unit of batch_size. cat: a row of seq_len tokens with as many conversations as fit. stack: one conversation.
+    """Unit of batch_size. cat: a row of seq_len tokens with as many conversations as fit. stack: a conversation.
     Neither pads, and no conversation attends to another."""
 
     shuffle: bool = True
@@ -60,8 +59,7 @@ class DataConfig(BaseConfig):
     """Seed of the order, which is drawn anew each epoch, and of the mixture."""
 
     num_workers: int | Literal["auto"] = "auto"
-    """Processes that tokenize ahead of training. auto: none on a CPU, two for a GPU. The batches do not depend on their
-    number."""
+    """Processes that tokenize ahead of training. auto: none on a CPU, two for a GPU. Batches do not depend on it."""
 
     length: Literal["fixed", "variable"] = "fixed"
     """fake: every sample has seq_len tokens, or lengths vary as those of real data do."""
@@ -121,7 +119,7 @@ class DataConfig(BaseConfig):
         return self
 
     def doubt(self) -> str | None:
-        """A batch_size that is probably not meant. None otherwise."""
+        """About a batch_size that is probably not meant."""
         if self.pack_function == "cat" and self.batch_size >= max(256, self.seq_len):
             return (
                 f"data.batch_size {self.batch_size} counts samples of data.seq_len {self.seq_len} tokens, so a step"

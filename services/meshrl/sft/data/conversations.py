@@ -1,4 +1,4 @@
-"""Makes conversations of rows, whichever of the known columns they have; between `sources` and `tokenization`."""
+"""Makes conversations of rows; between `sources` and `tokenization`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Tool = Row
 
 
 class DataError(Exception):
-    """The data cannot be used; the message names the row and the remedy."""
+    """The data cannot be used."""
 
 
 MARKS = ("weight", "loss_mask", "trainable", "train")
@@ -29,9 +29,8 @@ _KEYS = frozenset({"role", "content", "reasoning", "tool_calls", "tool_call_id",
 class Conversation:
     """One row.
 
-    `marks` holds, by place, the messages that are marked as learned or not. Of the others those before `learn_from` are
-    context whatever their role. `other_columns` and `other_keys` are not read here; a chat template may read such keys,
-    such as reasoning_content.
+    `marks` has the places of messages that are marked as learned or not. Of the others those before `learn_from` are
+    context whatever their role. Nothing here reads `other_columns` and `other_keys`; a chat template may.
     """
 
     row: str
@@ -44,7 +43,7 @@ class Conversation:
     other_keys: frozenset[str] = frozenset()
 
     def learned(self, roles: frozenset[str]) -> list[bool]:
-        """Whether each message is learned. Those without a mark are by their role."""
+        """Of each message, by its mark or else its role."""
         return [
             self.marks.get(place, place >= self.learn_from and message["role"] in roles)
             for place, message in enumerate(self.messages)
@@ -52,8 +51,7 @@ class Conversation:
 
 
 def to_conversation(row: Row, name: str) -> Conversation:
-    """The conversation of a row, called `name` in errors. messages take precedence over prompt and completion. Raises
-    DataError."""
+    """messages take precedence over prompt and completion. `name` is the row's in errors. Raises DataError."""
     if row.get("messages") is not None:
         taken = {"messages"}
         messages, learn_from = _messages(_parsed(row, "messages", name), name, "messages", role="user"), 0

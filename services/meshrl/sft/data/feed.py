@@ -1,7 +1,4 @@
-"""Brings each step's rows to every rank: rank 0 reads, tokenizes and packs them, and sends them to the others.
-
-A row is tokenized once for the whole group, and while a step trains if processes of the loader run ahead.
-"""
+"""Brings each step's rows to every rank: rank 0 reads, tokenizes and packs them, and sends them to the others."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ _ROWS, _ERROR = b"R", b"E"
 
 
 class Feed:
-    """The batches of a run, and its validation rows; every rank calls the same methods in the same order."""
+    """Every rank calls the same methods in the same order."""
 
     def __init__(
         self,
@@ -47,8 +44,8 @@ class Feed:
         self._validation: Sequence[MicroBatch] | None = None
 
     def start(self, progress: DataProgress | None, *, steps_done: int) -> None:
-        """Continues from `progress`, on rank 0; without it leaves out the batches of `steps_done` steps. Raises
-        DataError, on all ranks."""
+        """Continues from `progress`, or without it after the batches of `steps_done` steps. Raises DataError, on all
+        ranks."""
 
         def open_data() -> Sequence[MicroBatch]:
             self._batches = self._open(progress or DataProgress())
@@ -59,8 +56,7 @@ class Feed:
         self._from_first(open_data)
 
     def next_step(self) -> tuple[Sequence[MicroBatch], SFTBatch | None]:
-        """The rows of a step, those of all ranks; on rank 0 with the batch that was dealt. Raises DataError, on all
-        ranks."""
+        """The rows of all ranks; on rank 0 with their batch. Raises DataError, on all ranks."""
 
         def deal() -> Sequence[MicroBatch]:
             assert self._batches is not None, "start was not called"

@@ -1,7 +1,4 @@
-"""Tokenizes rows in the order of the mixture, here or in processes that run ahead of training.
-
-torch's DataLoader hands results out in the order of the requests, whatever the number of processes.
-"""
+"""Tokenizes rows in the order of the mixture, here or in processes that run ahead of training."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ LOADER_DEADLINE_S = 600.0
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DrawnSample:
-    """One row of the order in tokens, cut to seq_len. `usable` is false where nothing is left to learn."""
+    """One row in tokens, cut to seq_len. `usable`: something is left to learn."""
 
     draw: Draw
     sample: TrainSample
@@ -41,8 +38,8 @@ class DrawnSample:
 
 
 class TokenizedRows(Dataset[object]):
-    """The rows of a data section in tokens, opened at first use by each process. `unused` are unread columns and
-    message keys met so far; a new one is logged."""
+    """The rows of a data section in tokens, opened at first use by each process. `unused` are the columns and message
+    keys that nothing reads; a new one is logged."""
 
     def __init__(self, text: TextSettings, data: DataConfig, *, unused: frozenset[str] = frozenset()) -> None:
         self._text = text
@@ -54,7 +51,7 @@ class TokenizedRows(Dataset[object]):
 
     @property
     def parts(self) -> dict[str, DataRows]:
-        """The rows of each part by name. Raises DataError."""
+        """Raises DataError."""
         if self._parts is None:
             self._parts = open_parts(self._data)
         return self._parts
@@ -99,7 +96,7 @@ class TokenizedRows(Dataset[object]):
         self.unused |= set(unused)
 
     def __getitem__(self, draws: Sequence[Draw]) -> list[DrawnSample] | str:
-        """Several rows for the DataLoader, or what is wrong with one of them."""
+        """For the DataLoader: several rows, or what is wrong with one."""
         try:
             return [self.sample(draw) for draw in draws]
         except DataError as error:  # as a value, since the DataLoader would wrap it in its own words
@@ -110,7 +107,7 @@ class TokenizedRows(Dataset[object]):
         return {"_text": self._text, "_data": self._data, "unused": self.unused, **left}
 
     def in_order(self) -> list[DrawnSample]:
-        """Every row once, as validation takes them. Raises DataError."""
+        """Every row once, for validation. Raises DataError."""
         return [
             self.sample(Draw(cursor=Cursor(position=position), part=part, row=row, passed=0.0))
             for position, (part, row) in enumerate(every_row(self.parts))
@@ -139,7 +136,7 @@ def _fitted(draw: Draw, sample: TrainSample, seq_len: int) -> DrawnSample:
 
 
 def drawn_samples(rows: TokenizedRows, start: Cursor, *, num_workers: int) -> Iterator[DrawnSample]:
-    """The endless order from a place on. Raises DataError for a malformed row."""
+    """The endless order, the same for any number of processes. Raises DataError for a malformed row."""
     draws = rows.mixture().draws(start)
     if num_workers == 0:
         return map(rows.sample, draws)
@@ -173,8 +170,8 @@ def _as_it_is(found: object) -> object:
 
 
 def fake_samples(data: DataConfig, start: Cursor, *, vocab_size: int) -> Iterator[DrawnSample]:
-    """Endless made-up samples; every token but the first is learned. Variable lengths are lognormal around an eighth of
-    seq_len, with a spread of one e-fold."""
+    """Endless made-up samples. Variable lengths are lognormal around an eighth of seq_len, with a spread of one
+    e-fold."""
     for position in count(start.position):
         source = np.random.default_rng([data.seed & 0xFFFFFFFF, position])
         length = data.seq_len

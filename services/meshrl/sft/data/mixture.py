@@ -1,4 +1,4 @@
-"""The order in which rows are trained: each epoch a new one, over one part of the data or several mixed.
+"""The order in which rows are trained, over one part of the data or several mixed.
 
 The same sizes and settings give the same order everywhere, so a Cursor is all that a run needs to go on.
 """
@@ -32,11 +32,8 @@ class Draw:
 
 
 class Mixture:
-    """Endless order over the rows of parts with `sizes`; without `probabilities` parts take turns.
-
-    An epoch is over once one part has been seen whole (first_exhausted), or once all have (all_exhausted), where a part
-    that is through before begins again in another order.
-    """
+    """Endless order over the rows of parts with `sizes`, a new one each epoch. Without `probabilities` parts take
+    turns. A part that is through before its epoch begins again in another order."""
 
     def __init__(
         self,

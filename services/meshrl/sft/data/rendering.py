@@ -44,7 +44,7 @@ def _chat_template(given: str) -> str:
 
 class Renderers:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, object]) -> None:
-        """Raises ModelError when the options name no renderer, or one that does not fit the tokenizer."""
+        """Raises ModelError for options that name no renderer, or one that does not fit the tokenizer."""
         self._tokenizer, self._options = tokenizer, options
         self._made: dict[str, object] = {}
         try:
@@ -59,7 +59,7 @@ class Renderers:
         return type(self.of({})).__name__
 
     def of(self, template_options: Mapping[str, object]) -> object:
-        """Raises RendererError for options that it has not."""
+        """Raises RendererError for unknown options."""
         key = json.dumps(template_options, sort_keys=True, default=str)
         if key not in self._made:
             self._made[key] = make_renderer(
@@ -69,15 +69,15 @@ class Renderers:
 
 
 class MatchingRenderers:
-    """Renderers that make the tokens of a tokenizer's chat template. They take its place where it gives no mask."""
+    """Renderers that make the tokens of a chat template, for where that gives no mask."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._fitting: list[Renderers] | None = None
 
     def of(self, conversation: Conversation, token_ids: list[int]) -> Renderers | None:
-        """The first whose tokens of the conversation are `token_ids`. None without one. All families whose special
-        tokens the tokenizer has are tried, first the one made for its model."""
+        """The first whose tokens of the conversation are `token_ids`: that of the tokenizer's model, or of any family
+        whose special tokens it has."""
         if self._fitting is None:
             from renderers.base import MODEL_RENDERER_MAP
 

@@ -1,7 +1,4 @@
-"""Opens the files, folders and datasets of the Hugging Face hub that `data.name` names, as rows by their index.
-
-Rows are read on demand, so that a dataset may be larger than memory.
-"""
+"""Opens the file, folder or dataset that `data.name` names, as rows that are read on demand."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ SAVED = ("state.json", "dataset_dict.json")  # what `save_to_disk` of datasets l
 
 
 class DataRows(Sequence[Row]):
-    """The rows of one part of the data by their index. `identity` differs where the data does, over restarts too."""
+    """The rows of one part of the data. `identity` differs where the data does, over restarts too."""
 
     identity: str
 
@@ -34,7 +31,7 @@ class DataRows(Sequence[Row]):
 
 
 class JsonLines(DataRows):
-    """The rows of a .jsonl file; only the offsets of its lines are in memory."""
+    """A .jsonl file; only the offsets of its lines are in memory."""
 
     def __init__(self, path: Path) -> None:
         """Raises DataError when there is no such file."""
@@ -113,8 +110,8 @@ class _DatasetRows(DataRows):
 
 
 def open_parts(config: DataConfig) -> dict[str, DataRows]:
-    """The rows of each part of the mixture by its name in metrics: the subset, the split, or both. Raises DataError for
-    data that is missing, unreadable or empty."""
+    """The rows of each part by its name: the subset, the split, or both. Raises DataError for data that is missing,
+    unreadable or empty."""
     parts = config.parts()
     subsets, splits = {subset for subset, _ in parts}, {split for _, split in parts}
     opened: dict[str, DataRows] = {}

@@ -1,8 +1,8 @@
-"""Finds the learned tokens among those that a chat template made of a conversation; used by `tokenization`.
+"""Finds the learned tokens among those that a chat template made of a conversation.
 
-A template with `generation` marks has the answer already. Of any other only the prefixes that bound a learned message
-are rendered: the messages before it with the generation prompt, and the messages up to it. Both must begin the whole
-conversation, or it is not certain which tokens the message contributed.
+A template with `generation` marks has the answer. Of any other the prefixes that bound a learned message are rendered:
+the messages before it with the generation prompt, and the messages up to it. Both must begin the whole conversation, or
+it is not certain which tokens are the message's.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _WAYS_OUT = (
 
 
 class PrefixError(DataError):
-    """The template renders a prefix of a conversation otherwise than the whole, or not at all."""
+    """A prefix of a conversation renders otherwise than the whole, or not at all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,11 +96,10 @@ class TemplateMasks:
         return whole, mask
 
     def by_prefixes(self, conversation: Conversation, learned: Sequence[bool]) -> tuple[list[int], NDArray[np.bool_]]:
-        """Tokens and (T,) mask of the learned messages, each up to and including the token that ends its turn.
+        """Tokens and (T,) mask of the learned messages, each without its header and with the token that ends its turn.
 
-        An assistant's header is not learned. If a turn ends with the next message's header, the first token of that
-        header is what the model samples to stop; after the last message the tokenizer's end-of-text token is appended.
-        Raises PrefixError.
+        If the next message's header ends a turn, that is the first token of the header; after the last message the
+        tokenizer's end-of-text token is appended. Raises PrefixError.
         """
         messages = conversation.messages
         whole = self.whole(conversation)
@@ -130,8 +129,8 @@ class TemplateMasks:
     def _bound(
         self, conversation: Conversation, count: int, whole: list[int], *, bounds: int, generation: bool = False
     ) -> int:
-        """Length in tokens of the first `count` messages, which must begin the whole, without a template's text behind
-        the last message alone."""
+        """Length in tokens of the first `count` messages, which must begin the whole, but for a template's closing
+        text."""
         where = f"{conversation.row}, message {bounds} ({conversation.messages[bounds]['role']})"
         if not count and generation:
             return self._first_header(conversation, whole)
@@ -199,7 +198,7 @@ class TemplateMasks:
         return list(self._tokenizer(behind.lstrip(), add_special_tokens=False)["input_ids"]) if behind else []
 
     def _turn_end(self, whole: list[int], start: int, end: int, token: int | None) -> int:
-        """Behind the token that ends a turn; the template's text after it is never generated.
+        """Behind the token that ends a turn.
 
         That is `token`; in a turn without it, such as one that calls tools, the last special token but for white space;
         elsewhere the one that follows the turn, or the end-of-text token in it.
@@ -215,7 +214,7 @@ class TemplateMasks:
         return _last(whole, stop, start, end) if stop in whole[start:end] else end
 
     def _behind_special(self, whole: list[int], start: int, end: int) -> int | None:
-        """Behind the special token that ends a span but for white space. None for another end."""
+        """Behind the special token that ends a span, but for white space. None without one."""
         while end > start + 1 and whole[end - 1] not in self._special and self._is_blank(whole[end - 1]):
             end -= 1
         return end if end > start and whole[end - 1] in self._special else None

@@ -1,8 +1,7 @@
-"""Turns conversations into token ids with a mask of the learned ones; between data and batches.
+"""Turns conversations into token ids with a mask of the learned ones.
 
-An assistant's tokens are found in one of four ways, in this order: by the configured renderer, by the `generation`
-marks of the chat template, by prefixes of the conversation, and by the renderer that makes the same tokens as the
-template.
+These are found in one of four ways: by the configured renderer, by the `generation` marks of the chat template, by
+prefixes of the conversation, or by the renderer that makes the same tokens as the template.
 """
 
 from __future__ import annotations
@@ -63,8 +62,8 @@ def _rendered(
 ) -> tuple[list[int], NDArray[np.bool_]]:
     """Tokens and (T,) mask by a renderer. Raises DataError.
 
-    An assistant's sampled text is learned with its end-of-turn token, also if the template leaves the last one out; of
-    other roles the text alone, without the markup around it.
+    An assistant's sampled text is learned with its end-of-turn token, also where the template leaves out the last; of
+    other roles the text without its markup.
     """
     from renderers import build_training_sample
 
@@ -94,7 +93,7 @@ def _sample(token_ids: list[int], mask: NDArray[np.bool_]) -> TrainSample:
 
 
 def shown(sample: TrainSample, tokenizer: PreTrainedTokenizerBase) -> str:
-    """A sample's text, with what is learned between double brackets."""
+    """A sample's text, with its learned parts between [[ and ]]."""
     edges = np.flatnonzero(np.diff(sample.loss_mask.astype(np.int8)))
     pieces = np.split(np.arange(len(sample.token_ids)), edges + 1)
     texts = [tokenizer.decode(sample.token_ids[piece].tolist(), skip_special_tokens=False) for piece in pieces]
