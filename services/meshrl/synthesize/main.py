@@ -32,7 +32,7 @@ class Synthesis:
     async def run(self, run: TrialRun) -> int:
         """Returns the exit code: 0 even if rollouts failed; the summary lists them. Raises RunError."""
         with self._dataset as dataset:
-            await asyncio.to_thread(dataset.take, run.results.stored())  # where an earlier process was cut off
+            await asyncio.to_thread(dataset.take, run.results.stored)  # where an earlier process was cut off
 
             def on_end(trial: Trial, group: RolloutGroup) -> None:
                 dataset.take(run.results.record(SERVED, trial, group))

@@ -1,4 +1,4 @@
-"""The keys that `eval` and `synthesize` share: which model, which environments, how many rollouts, where to."""
+"""The keys that `eval` and `synthesize` share."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TrialEnvConfig(EnvConfig):
     """One environment to play. A key that is None is taken from the key of the same name above it."""
 
     num_examples: int | None = Field(default=None, ge=-1)
-    """Number of tasks of this environment, from the first on. -1 takes all, None takes num_examples."""
+    """Tasks of this environment, from the first on. -1 takes all, None takes num_examples."""
 
     group_size: int | None = Field(default=None, ge=1, validation_alias=GROUP_SIZE_SPELLINGS)
     """Rollouts per task. None takes group_size."""
@@ -44,30 +44,29 @@ class TrialDeadlinesConfig(BaseConfig):
     """For servers of client.base_url to answer, from the first look on."""
 
     engine_startup_s: float = Field(default=1800.0, gt=0.0)
-    """For the engine that is started here to serve; a large model loads and compiles for minutes."""
+    """For the engine that is started here; a large model loads and compiles for minutes."""
 
     environments_s: float = Field(default=600.0, gt=0.0)
     """For the environments to be loaded."""
 
     rollout_s: float = Field(default=3600.0, gt=0.0)
-    """For one rollout, waiting for its place included; a later one has failed."""
+    """For one rollout, its wait for a place included."""
 
     load_s: float = Field(default=1800.0, gt=0.0)
     """For an engine to load the weights of one checkpoint."""
 
 
 class TrialsConfig(BaseConfig):
-    """Plays tasks of environments with a fixed model and keeps every rollout; resumable by the same command."""
+    """Plays tasks of environments with a fixed model and keeps every rollout; the same command continues."""
 
     model: ModelConfig = ModelConfig()
-    """The model: for an API its name there; else its folder or its name on the Hugging Face hub, whose tokenizer
-    renders the prompts."""
+    """The model: its name at an API, or its folder or Hugging Face name, whose tokenizer renders the prompts."""
 
     environment_ids: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
-    """Tasksets to play without settings of their own, beside those of env."""
+    """Tasksets to play by default settings, beside those of env."""
 
     env: list[TrialEnvConfig] = Field(default_factory=list)
-    """Environments to play with settings of their own."""
+    """Environments to play with their settings."""
 
     num_examples: int = Field(default=-1, ge=-1)
     """Tasks per environment, from the first on; -1 takes all."""
@@ -82,23 +81,23 @@ class TrialsConfig(BaseConfig):
     """Seed of sampling, as in the evaluations of a run: a task's rollouts have the same seeds for every model."""
 
     client: ClientConfig = ClientConfig()
-    """The servers to sample from. Without client.api they are asked for their kind: a meshrl engine is sampled token by
-    token, any other server through /v1/chat/completions."""
+    """The servers to sample from. Without client.api they are asked for their kind: a meshrl engine samples tokens, any
+    other server answers /v1/chat/completions."""
 
     inference: InferenceConfig | None = None
-    """The engine to start, and to end afterwards. None starts none, and the servers of client.base_url run already."""
+    """The engine to start, and to end afterwards. None: the servers of client.base_url run already."""
 
     max_concurrent: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Most rollouts at once. auto is the capacity that the servers report, and 256 if they report none."""
+    """Most rollouts at once. auto: the capacity that the servers report, or 256."""
 
     attempts: int = Field(default=3, ge=1)
-    """How often a rollout is tried before it counts as failed, if its failure may pass."""
+    """Tries of a rollout whose failure may pass."""
 
     seq_len: int | None = Field(default=None, ge=2)
     """Longest sequence in tokens. None takes the engine's limit."""
 
     max_turns: int | None = Field(default=None, ge=1)
-    """Most model calls of one agent in one rollout. None sets no limit."""
+    """Most model calls of one agent in one rollout."""
 
     tokenizer: str | None = None
     """Tokenizer to render prompts with. None takes model.name."""
@@ -110,20 +109,20 @@ class TrialsConfig(BaseConfig):
     """Processes that play the environments; 0 plays them in this one."""
 
     harness: str = "meshrl.environments.harness"
-    """Module of the harness that plays an environment that brings none of its own."""
+    """Module of the harness of environments that bring none."""
 
     deadlines: TrialDeadlinesConfig = TrialDeadlinesConfig()
     """Longest waits for other programs."""
 
     output_dir: Path = Path("outputs")
-    """Folder for results and logs. One with results of the same settings is continued."""
+    """Folder for results and logs. Results of the same settings are continued."""
 
     readable_by: ReadableBy = "owner"
-    """Who may read what this program writes: its own user alone, also the group of the files, or everyone on the
-    machine. Credentials stay for the owner."""
+    """Readers of the program's files: its user, also the files' group, or everyone on the machine. Credentials stay the
+    user's."""
 
     clean_output_dir: bool = False
-    """Delete the results that output_dir holds, and begin anew."""
+    """Delete the results in output_dir, and begin anew."""
 
     log: LogConfig = LogConfig()
     """Logging."""
@@ -133,7 +132,7 @@ class TrialsConfig(BaseConfig):
 
     @property
     def environments(self) -> tuple[TrialEnvConfig, ...]:
-        """All environments to play: those named by environment_ids first."""
+        """Those of environment_ids first."""
         return (*(TrialEnvConfig(id=name, part="eval") for name in self.environment_ids), *self.env)
 
     def group_size_of(self, env: TrialEnvConfig) -> int:
@@ -169,7 +168,7 @@ class TrialsConfig(BaseConfig):
         return tuple(url.rstrip("/").removesuffix("/v1") for url in self.client.base_url)
 
     def engine_config(self, free_port: Callable[[str], int]) -> InferenceConfig | None:
-        """The engine to start, completed from these keys. None starts none. `free_port` gives a port of a host."""
+        """The engine to start, if any, completed from these keys. `free_port` gives a port of a host."""
         given = self.inference
         if given is None:
             return None
@@ -185,7 +184,7 @@ class TrialsConfig(BaseConfig):
     def rollout_config(
         self, urls: list[str], api: Literal["generate", "chat_completions"], *, seq_len: int, port: int
     ) -> RolloutConfig:
-        """The rollout service that plays, at `port` of this machine, against the servers at `urls`."""
+        """The rollout service at `port` of this machine that plays against the servers at `urls`."""
         client = {**self.client.model_dump(), "base_url": urls, "api": api}
         return RolloutConfig(
             env=[

@@ -1,4 +1,4 @@
-"""The servers that `eval` and `synthesize` sample from: finds out their kind and sequence length, loads checkpoints."""
+"""The servers to sample from: finds out their kind and sequence length, and loads checkpoints."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ LOOK_S = 0.5
 LOOK_DEADLINE_S = 5.0
 ADAPTER = "adapter_config.json"
 OURS = "logprobs_mode"
-"""A field that GET /version of our engines has, and that of other servers has not."""
+"""A field that GET /version of our engines has, and of no other servers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerFacts:
     urls: tuple[str, ...]
-    """As configured for chat servers, without /v1 for engines."""
+    """Without /v1 for engines."""
     api: Api
     seq_len: int
 
 
 class PolicyEndpoints:
-    """The servers of one command, asked over `http`. `urls` are without a trailing /v1. `started`: this command starts
-    them, with the base `model`. `seq_len` is the longest sequence in tokens. None takes the engines' limit."""
+    """The servers of one command, at `urls` without /v1. `started`: this command starts them, with the base `model`.
+    `seq_len` None takes the engines' limit."""
 
     def __init__(
         self,
@@ -60,10 +60,10 @@ class PolicyEndpoints:
         self._http = http
         self._serves_base = started
         self.version: int | None = None
-        """The version loaded last. None before, when any may answer."""
+        """The version loaded last."""
 
     async def wait_until_ready(self) -> ServerFacts:
-        """Waits until every server answers. Returns what they are. Raises RunError for one that does not answer."""
+        """Raises RunError for a server that does not answer."""
         deadlines, client = self._deadlines, self._client
         until_s = time.monotonic() + (deadlines.engine_startup_s if self._started else deadlines.startup_s)
         said = [await self._version_of(url, until_s) for url in self._urls]
@@ -82,8 +82,8 @@ class PolicyEndpoints:
         return ServerFacts(urls=self._urls, api=api, seq_len=min(held, self._seq_len or held))
 
     async def load(self, folder: Path | None, version: int, *, what: str) -> None:
-        """Has every engine serve the weights in `folder`, an absolute path, as `version`. None is the base model.
-        Raises RunError when one cannot."""
+        """Has every engine serve the weights in `folder`, an absolute path, or the base model. Raises RunError when one
+        cannot."""
         if folder is None and self._serves_base:
             return
         route: str = "/reload_weights"
@@ -105,7 +105,7 @@ class PolicyEndpoints:
         logger.info("{} is loaded", what)
 
     async def _version_of(self, url: str, until_s: float) -> dict[str, object]:
-        """The answer of GET /version, empty from a server without that route."""
+        """Empty from a server without that route."""
         while True:
             try:
                 status, answer = await ask(self._http, "GET", url + "/version", deadline_s=LOOK_DEADLINE_S)

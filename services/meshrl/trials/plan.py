@@ -1,4 +1,4 @@
-"""Which rollouts are to be played: every number of every task of every environment; pure."""
+"""Which rollouts are to be played."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from meshrl.sampling.groups import rollout_seed
 
 TrialKey = tuple[str, str, int, int]
-"""Checkpoint, environment, task and number among the task's rollouts: names a trial for good."""
+"""Checkpoint, environment, task, and number among the task's rollouts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +36,8 @@ class TaskSpan:
 
 
 def plan_trials(spans: Sequence[TaskSpan], *, seed: int, checkpoint: str, done: Collection[TrialKey]) -> list[Trial]:
-    """The trials of one checkpoint that are not done, with the environments evenly mixed. A rollout has the seed that
-    it has in an evaluation during a run of this seed."""
+    """The trials of one checkpoint that are not done, environments evenly mixed. Seeds are those of the evaluations of
+    a run with this seed."""
     placed: list[tuple[float, Trial]] = []
     for span in spans:
         for place in range(span.rollouts):
@@ -49,7 +49,7 @@ def plan_trials(spans: Sequence[TaskSpan], *, seed: int, checkpoint: str, done: 
 
 
 def differing_settings(kept: Mapping[str, object], now: Mapping[str, object], prefix: str = "") -> list[str]:
-    """The settings that differ, as `key was X and is Y`; a table that only grew does not."""
+    """The settings that differ, as `key was X and is Y`. New keys do not."""
     problems: list[str] = []
     for key, was in kept.items():
         name, new = f"{prefix}{key}", now.get(key)

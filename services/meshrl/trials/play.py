@@ -1,4 +1,4 @@
-"""Plays trials at the rollout service, as many at once as it takes, and hands each over as it ends."""
+"""Plays trials at the rollout service, and hands each over as it ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from meshrl.trials.results import FAILURES, TrialResults, why_failed
 from meshrl.wire.types import Sampling
 
 MOST_FAILURES_IN_A_ROW = 64
-"""So many failures in a row have one cause, which the rest would meet as well."""
+"""So many have one cause, which the rest would meet as well."""
 UNKNOWN_LIMIT = 256
 
 OnEnd = Callable[[Trial, RolloutGroup], None]
@@ -28,8 +28,7 @@ OnEnd = Callable[[Trial, RolloutGroup], None]
 
 @dataclass(frozen=True, kw_only=True)
 class TrialRun:
-    """The work of one command at its servers. Rollouts have seeds made from `seed`, each environment its `sampling`.
-    `conversations` asks for the messages of every rollout."""
+    """The work of one command at its servers. `conversations` asks for the messages of every rollout."""
 
     seed: int
     endpoints: PolicyEndpoints
@@ -50,9 +49,9 @@ class TrialRun:
         return plan_trials(self.spans, seed=self.seed, checkpoint=checkpoint, done=self.results.done)
 
     async def play(self, checkpoint: str, version: int | None, on_end: OnEnd) -> None:
-        """Plays the trials of one checkpoint that are not done; `on_end` gets each with its outcome, from this event
-        loop. `version` must have sampled every token. None takes any. Raises RunError when nothing works any more, and
-        errors of `on_end`; running trials are then cancelled."""
+        """Plays the trials of one checkpoint that are not done; `on_end` gets each with its outcome. Every token must
+        be sampled by `version`, if given. Raises RunError when nothing works any more, and errors of `on_end`; running
+        trials are then cancelled."""
         trials = self._missing(checkpoint)
         missing = Counter(trial.environment for trial in trials)
         before = {span.environment: span.rollouts - missing[span.environment] for span in self.spans}

@@ -1,7 +1,4 @@
-"""Starts the engine, if configured, and the rollout service, runs the work, stops them again.
-
-The work is that of `eval` or `synthesize`. A signal ends it in order; the same command then continues.
-"""
+"""Starts the engine, if configured, and the rollout service, does the work of `eval` or `synthesize`, stops them."""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import NoReturn, TypeVar
 
 from loguru import logger
@@ -44,23 +42,21 @@ Work = Callable[[TrialRun], Coroutine[None, None, int]]
 def run_trials(
     name: str, config: TrialsConfigT, results: TrialResults, work: Work, *, conversations: bool = False
 ) -> NoReturn:
-    async def serve(config: TrialsConfigT, stop: asyncio.Event, tracer: Tracer) -> int:
-        return await serve_trials(config, results, work, stop, tracer, conversations=conversations)
-
+    """`conversations` asks for the messages of every rollout."""
+    serve = partial(_serve_trials, results=results, work=work, conversations=conversations)
     run_program(name, config, serve, blocking_threads=None)
 
 
-async def serve_trials(
+async def _serve_trials(
     config: TrialsConfig,
-    results: TrialResults,
-    work: Work,
     stop: asyncio.Event,
     tracer: Tracer,
     *,
-    conversations: bool = False,
+    results: TrialResults,
+    work: Work,
+    conversations: bool,
 ) -> int:
-    """Opens `results`, starts the players, does the work. Returns the exit code, 1 also after a stop. `conversations`
-    asks for the messages of every rollout. Raises ConfigError."""
+    """Returns the exit code, 1 also after a stop. Raises ConfigError."""
     with results, FreePorts() as ports:
         engine = config.engine_config(ports)
         urls = config.engine_urls if engine is None else (f"{scheme()}://{engine.server.address}",)
@@ -93,7 +89,7 @@ async def serve_trials(
             how = "stopped"
         logger.warning(
             "{} with {} rollouts in {}; the same command goes on from there",
-            how, len(results.done), results.stored().path,
+            how, len(results.done), results.stored.path,
         )  # fmt: skip
         return FAILED
 

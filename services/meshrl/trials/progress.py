@@ -1,4 +1,4 @@
-"""Shows how many rollouts are done: a bar for each environment on a terminal, lines in the log elsewhere."""
+"""Shows how many rollouts are done."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Count:
 
 
 class TrialProgress:
-    """Counts rollouts of one checkpoint as they end: bars in a terminal, else a line in the log now and then."""
+    """Counts rollouts of one checkpoint: a bar for each environment in a terminal, else lines in the log."""
 
     def __init__(self, title: str, spans: Sequence[TaskSpan], before: Mapping[str, int]) -> None:
         self._title = title

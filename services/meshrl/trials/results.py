@@ -1,4 +1,4 @@
-"""The files of a command's folder: every rollout, every failure, and their settings."""
+"""The files of a command's folder: rollouts, failures, and their settings."""
 
 from __future__ import annotations
 
@@ -18,30 +18,29 @@ from meshrl.wire.values import JsonObject
 
 RESULTS, FAILURES, SETTINGS = "results.jsonl", "failures.jsonl", "settings.json"
 LONG_FIELDS = ("completion", "conversations")
-"""Fields of a row for readers of the file alone. They are not kept in memory."""
+"""Fields of a row that are in the file alone, not in memory."""
 
 
 class TrialResults:
-    """The results of one command in `folder`, with those of its earlier processes. A context manager. `settings` make
-    results comparable: a folder with others is refused. `clean` deletes earlier results, and the files of the folder
-    that `derived` names."""
+    """The results of one command in `folder`, with those of its earlier processes. A context manager. A folder with
+    results of other `settings` is refused. `clean` deletes earlier results, and the files that `derived` names."""
 
     def __init__(self, folder: Path, settings: JsonObject, *, clean: bool = False, derived: Sequence[str] = ()) -> None:
         self.rows: list[JsonObject] = []
-        """Every rollout so far, without its long fields, in the order in which they ended."""
+        """Without their long fields, in the order of their ends."""
         self.done: set[TrialKey] = set()
         self.folder = folder
         self._settings = settings
         self._clean = clean
         self._derived = derived
-        self._results = RowFile(folder / RESULTS)
+        self.stored = RowFile(folder / RESULTS)
         self._failures = RowFile(folder / FAILURES)
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
         """Raises ConfigError for a folder that cannot be used."""
         with ExitStack() as opening:
-            opening.enter_context(self._results)
+            opening.enter_context(self.stored)
             opening.enter_context(self._failures)
             if self._clean:
                 for name in (RESULTS, FAILURES):
@@ -49,7 +48,7 @@ class TrialResults:
                 for name in (SETTINGS, *self._derived):
                     (self.folder / name).unlink(missing_ok=True)
             self._check_settings()
-            rows = [_short(row) for row in self._results]
+            rows = [_short(row) for row in self.stored]
             self.done = whole_episodes(rows)
             self.rows = [row for row in rows if key_of(row) in self.done]
             self._open = opening.pop_all()
@@ -59,19 +58,16 @@ class TrialResults:
         self._open.close()
 
     def record(self, checkpoint: str, trial: Trial, group: RolloutGroup) -> list[JsonObject]:
-        """Writes the outcome of a trial. Returns its rows, none for a failure. Raises OSError."""
+        """Writes the outcome of a trial. Returns its rows, none for a failure."""
         rows = [_row(checkpoint, trial, rollout, len(group.rollouts)) for rollout in group.rollouts]
         if not rows:
             place = {"checkpoint": checkpoint, "environment": trial.environment, "task": trial.task}
             self._failures.append([{**place, "number": trial.number, "error": why_failed(group)}])
             return []
-        self._results.append(rows)
+        self.stored.append(rows)
         self.done.add(trial.key(checkpoint))
         self.rows += [_short(row) for row in rows]
         return rows
-
-    def stored(self) -> RowFile:
-        return self._results
 
     def _check_settings(self) -> None:
         path = self.folder / SETTINGS

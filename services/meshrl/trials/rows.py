@@ -1,8 +1,4 @@
-"""The file of results: a line for each rollout that was played, written as it ends, read again when a command resumes.
-
-A rollout with a line is never played again. A killed process loses its running rollouts; a line that a power cut left
-half written is cut off.
-"""
+"""The file of results: a line for each rollout, written as it ends. One with a line is never played again."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ from meshrl.wire.growing_file import whole_size
 from meshrl.wire.values import JsonObject
 
 ROLLOUTS_OF_EPISODE = "rollouts_of_episode"
-"""How many lines the episode has: one for each of its agents that train."""
+"""Lines of the episode: one for each of its agents that train."""
 
 
 class RowFile:
@@ -33,14 +29,14 @@ class RowFile:
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
-        """Raises ConfigError when the file cannot be written, or another process has it."""
+        """Cuts off half a line. Raises ConfigError when the file cannot be written, or another process has it."""
         with ExitStack() as opening:
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
                 opening.callback(os.close, self._descriptor)
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.truncate(self._descriptor, whole_size(self.path))  # without half a line
+                os.truncate(self._descriptor, whole_size(self.path))
             except BlockingIOError as error:
                 raise ConfigError(
                     f"output_dir: {self.path} is written by another process; wait for its end, or choose another"
@@ -58,13 +54,13 @@ class RowFile:
             os.fsync(self._descriptor)
 
     def append(self, rows: Sequence[JsonObject]) -> None:
-        """Writes the lines of one episode at once. Raises OSError."""
+        """Writes the lines of one episode at once."""
         left = memoryview("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
         while left:
             left = left[os.write(self._descriptor, left) :]
 
     def __iter__(self) -> Iterator[JsonObject]:
-        """The lines so far, from the first. Raises ConfigError for one that is none of ours."""
+        """Raises ConfigError for a line that is none of ours."""
         with self.path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
                 try:

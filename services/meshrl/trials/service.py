@@ -1,6 +1,4 @@
-"""The rollout service of one command: hosts its environments in this process and worker processes, at a port of its
-own, and ends with the command.
-"""
+"""The rollout service of one command, in its process and worker processes."""
 
 from __future__ import annotations
 
@@ -27,8 +25,8 @@ async def rollout_service(
     *,
     startup_s: float,
 ) -> AsyncIterator[RolloutPool]:
-    """Has the service served at `address` until the end of the block; yields its pool once it hosts `names`. Raises
-    ConfigError and RunError."""
+    """Serves at `address` until the end of the block; yields its pool once it hosts `names`. Raises ConfigError and
+    RunError."""
     stop = asyncio.Event()
     serving = asyncio.create_task(serve(stop))
     options = ChannelOptions(reconnect_s=UNREACHABLE_S)
@@ -55,8 +53,8 @@ async def rollout_service(
 
 
 def task_spans(wanted_of: Mapping[str, tuple[int, int]], infos: Mapping[str, EnvironmentInfo]) -> list[TaskSpan]:
-    """The tasks to play of each environment, of which so many (-1 for all) with so many rollouts each are wanted.
-    Raises RunError for one without end."""
+    """The tasks to play of each environment: so many (-1 for all), with so many rollouts each. Raises RunError for one
+    without end."""
     spans: list[TaskSpan] = []
     for name, (wanted, group_size) in wanted_of.items():
         there = infos[name].num_tasks
