@@ -185,7 +185,7 @@ class ManyRuns:
         self.trainings: dict[str, RunTraining] = {}
         own = self._training(self.own, self.table.own, settings("main"), own=True)
         self.loop = TrainerLoop(
-            self.table, [own], self.commands, quantum_tokens=SEQ_LEN * learner.parallel.plan.dp_size,
+            self.table, own, self.commands, quantum_tokens=SEQ_LEN * learner.parallel.plan.dp_size,
             joining=joining, on_end=learner.parallel.barrier,
         )  # fmt: skip
         self.host = RunHost(
@@ -385,7 +385,7 @@ def main() -> None:
                 break_third_update()
             learner = load(model, parallel)
             maker = SilentMaker(learner, folder, base_name="base")
-            RankWorker(learner, [own_run(learner, folder)], maker=maker, publish_dtype=torch.float32).run()
+            RankWorker(learner, own_run(learner, folder), maker=maker, publish_dtype=torch.float32).run()
             parallel.barrier()
     dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""Builds each rank's parts: its group of ranks, the learner with the model, the run, and the checkpointer."""
+"""Builds each rank's parts: its group, the learner with the model, the run, and the checkpointer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TrainerParts:
     parallel: RankGroup
     lifeline: Lifeline
     release: Callable[[], None]
-    """Gives unused memory back to the device, if configured."""
+    """Gives unused memory back to the device, if that is configured."""
 
     def leave(self) -> None:
         self.parallel.barrier()
@@ -53,10 +53,9 @@ WARM_UP_TOKENS = 4096  # of a row that kernels are compiled with
 
 
 def min_shared_prefix(wanted: bool | Literal["auto"], policy: PackedPolicy) -> float | None:
-    """The least share of a sample that batches may leave out as a shared prefix; None asks for none.
+    """The least share of a sample that batches may leave out as a shared prefix; None: samples share none.
 
-    auto asks for some on a CPU, as measured; the fused kernels of a GPU share only if it is wanted. Raises ConfigError
-    if sharing is wanted and the model cannot.
+    Raises ConfigError if sharing is wanted and the model cannot.
     """
     if wanted is False or (wanted == "auto" and (policy.prefix_reason is not None or policy.kernels.fused)):
         return None
@@ -69,7 +68,7 @@ def min_shared_prefix(wanted: bool | Literal["auto"], policy: PackedPolicy) -> f
 
 
 def replayed_shape(wanted: bool, policy: PackedPolicy) -> RoutedShape | None:
-    """The shape of the routes that batches carry; None: none are replayed. Raises ConfigError for a dense model."""
+    """The shape of the routes that batches carry, None without replay. Raises ConfigError for a dense model."""
     if not wanted:
         return None
     if policy.routers.shape is None:
@@ -80,7 +79,7 @@ def replayed_shape(wanted: bool, policy: PackedPolicy) -> RoutedShape | None:
 
 
 def build_parts(config: TrainerConfig, environment: Mapping[str, str]) -> TrainerParts:
-    """Joins the group, loads the model and, when asked to resume, a checkpoint. Collective. Raises ConfigError."""
+    """Joins the group, loads the model and perhaps a checkpoint. Collective. Raises ConfigError."""
     try:
         parallel = join_group(config, environment, row_tokens=config.seq_len)
         lifeline = Lifeline.tie(parallel, environment)
@@ -115,15 +114,14 @@ def build_parts(config: TrainerConfig, environment: Mapping[str, str]) -> Traine
 
 
 def releaser(device: torch.device, *, wanted: bool) -> Callable[[], None]:
-    """The function that gives memory cached by torch back; it does nothing on a CPU, or if not wanted."""
+    """Gives back what torch caches; does nothing on a CPU, or if not wanted."""
     return torch.cuda.empty_cache if wanted and device.type == "cuda" else lambda: None
 
 
 def compile_kernels(learner: Learner, *, seq_len: int) -> None:
-    """Compiles the kernels of a step while engines still load, so that the first batch trains as fast as later ones.
+    """Compiles the kernels of a step while engines still load.
 
-    Passes short made-up rows of two lengths through the model, after which torch.compile has a graph for any length.
-    The learner is not changed.
+    After rows of two lengths torch.compile has a graph for any length. The learner is not changed.
     """
     started = time.perf_counter()
     vocab_size = int(learner.model.config.get_text_config().vocab_size)

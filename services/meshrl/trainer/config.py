@@ -32,63 +32,60 @@ class TrainerConfig(TrainingConfig):
     """Most tokens in one micro-batch."""
 
     max_concurrent_runs: int = Field(default=1, ge=1)
-    """Most runs that train at once. 1: the trainer's own. More, with model.lora: so many beside its own, each with an
-    adapter, an optimizer and checkpoints; CreateRun or `run_*` folders (`discover_runs`) add them."""
+    """Most runs that train at once. 1: the trainer's own. More, with model.lora: so many beside its own, each with its
+    adapter. CreateRun or `run_*` folders (`discover_runs`) add them."""
 
     join_rows: Literal["auto", "never", "always"] = "auto"
     """Pass short rows of several runs through the model together. auto: on a GPU, rows shorter than a quarter of
-    seq_len. always: rows shorter than seq_len. never: each pass belongs to one run, whose results are then to the bit
-    those of the run alone. Mixtures of experts, adapters with dropout, cp and tp never join."""
+    seq_len. always: rows shorter than seq_len. never: a run's results are to the bit those of the run alone. Mixtures
+    of experts, adapters with dropout, cp and tp never join."""
 
     discover_runs: bool = True
-    """With max_concurrent_runs above 1: take up the runs of folders output_dir/run_*/control/orch.toml, and forget
-    those whose folders are gone."""
+    """With max_concurrent_runs above 1: take up the runs of output_dir/run_*/control/orch.toml, and forget those whose
+    folders are gone."""
 
     run_hooks: RunHooksConfig = RunHooksConfig()
     """Functions that are called as runs come and go."""
 
     max_adapters_gib: float | None = Field(default=None, gt=0.0)
-    """GiB on each GPU for the adapters of added runs, with gradients and optimizers. None: half of the memory that the
-    loaded model leaves free."""
+    """GiB on each GPU for the adapters of added runs, with gradients and optimizers. None: half of what the loaded
+    model leaves free."""
 
     max_failed_steps: int = Field(default=3, ge=1)
-    """Failed steps in a row after which a run that was added is suspended."""
+    """Failed steps in a row after which an added run is suspended."""
 
     max_queued_batches: int = Field(default=2, ge=1)
-    """Batches that may wait while one trains; one more is refused until a place is free."""
+    """Batches that may wait while one trains; one more is refused."""
 
     history_events: int = Field(default=1_000, ge=16)
-    """Step events kept for watchers that reconnect: three a step, of which one holds the step's metrics, about 10
-    kB."""
+    """Step events kept for watchers that reconnect: three a step, one of them with the metrics, about 10 kB."""
 
     share_prefixes: bool | Literal["auto"] = "auto"
-    """Have the samples of a group share their prompt, which is then computed once, with the same loss and gradients.
-    auto: on a CPU, if the prompt is long enough to pay. Models with sliding windows, capped scores or attention of
-    their own cannot share."""
+    """Compute the prompt that samples of a group share once, with the same loss and gradients. auto: on a CPU, if the
+    prompt is long enough to pay. Models with sliding windows, capped scores or attention of their own cannot share."""
 
     enable_router_replay: bool = False
-    """Mixtures of experts: have each token go through the experts that the engine chose for it (router replay, R3).
-    Engines and trainer then differ less, and each token takes layers x experts bytes more on its way: 384 for
-    Qwen3-30B-A3B, 12 MB for a rollout of 32k tokens. rl has its engines report them. Refused over slow links
-    (orchestrator.exchange, weight_broadcast.relays or max_mbps), unless router_replay_over_wan is set."""
+    """Mixtures of experts: send each token through the experts that the engine chose for it (router replay, R3).
+    Engines and trainer then differ less. Each token takes layers x experts bytes more on its way: 384 for
+    Qwen3-30B-A3B, 12 MB for 32k tokens. Refused over slow links (orchestrator.exchange, weight_broadcast.relays or
+    max_mbps), unless router_replay_over_wan is set."""
 
     router_replay_over_wan: bool = False
     """Allow enable_router_replay over slow links."""
 
     release_memory: bool = False
-    """Release torch's cached GPU memory at the end of each step, before the version is published, for an engine on the
-    same GPU that wakes. rl sets it with inference.sleep_while_training."""
+    """Release torch's cached GPU memory after each step, before the version is published, for an engine on the same GPU
+    that wakes. rl sets it with inference.sleep_while_training."""
 
     hub_deadline_s: float = Field(default=240.0, ge=0.0)
-    """At start, how long to look for the weight hub and, with `weight_broadcast.type` auto, for a first engine; vLLM
-    takes minutes to start a large model. Less than the orchestrator's `deadlines.startup_s`."""
+    """At start, how long to look for the weight hub and, with `weight_broadcast.type` auto, for a first engine, which
+    takes minutes to load a large model. Less than the orchestrator's `deadlines.startup_s`."""
 
     publish_deadline_s: float = Field(default=600.0, gt=0.0)
-    """Seconds for which the publication of a version may make no progress before the trainer ends; bytes that are
-    written, hashed, uploaded or broadcast are progress."""
+    """Seconds for which the publication of a version may write, hash and send no byte before the trainer ends."""
 
     drain_deadline_s: float = Field(default=120.0, ge=0.0)
-    """On SIGTERM or Drain, how long batches already queued may take to finish."""
+    """On SIGTERM or Drain, how long queued batches may take."""
 
     tls: TlsConfig = TlsConfig()
     """Certificates and tokens by which this program and its peers know each other."""

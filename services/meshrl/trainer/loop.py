@@ -1,15 +1,13 @@
 """The training loop of rank 0: gives the runs their turns, a slice at a time; runs on the training thread.
 
-Consumes batches of each run, in order. Produces a snapshot of a run's weights for its publisher, and a DONE or FAILED
-event a step (`run_training`). Waits for batches, for requested checkpoints and, before it captures a version of a run,
-for the publication of the one before; meanwhile other runs train. Unblocks the orchestrators, which activate a version
-once its step is DONE.
+Waits for batches, for requested checkpoints and, before it captures a version of a run, for the publication of the one
+before; meanwhile other runs train.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 
 from meshrl.core.telemetry.waits import Waits
@@ -21,7 +19,7 @@ from meshrl.trainer.runs.table import RunTable, Taken
 
 @dataclass(frozen=True, kw_only=True)
 class Joining:
-    """Slices whose longest row has fewer tokens than `below` share a pass, of `room` tokens at most on each rank."""
+    """Slices whose longest row is shorter than `below` share a pass of at most `room` tokens on each rank."""
 
     below: int
     room: int
@@ -33,7 +31,7 @@ class TrainerLoop:
     def __init__(
         self,
         table: RunTable,
-        runs: Sequence[RunTraining],
+        own: RunTraining,
         commands: CommandSender,
         *,
         quantum_tokens: int | None = None,
@@ -41,29 +39,28 @@ class TrainerLoop:
         waits: Waits | None = None,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        """`quantum_tokens` of a turn; None: whole batches, for a trainer of one run. `joining` None: a pass has rows of
-        one run. `on_end` is called after the last collective."""
+        """`quantum_tokens` of a turn, None for whole batches. `joining` None: a pass has rows of one run. `on_end` is
+        called after the last collective."""
         self._table, self._commands, self._waits = table, commands, waits or Waits()
         self._runs: dict[str, RunTraining] = {}
         self._scheduler = FairScheduler(quantum_tokens or 1)
         self._whole_batches, self._joining = quantum_tokens is None, joining
         self._on_end = on_end
-        for run in runs:
-            self.add(run)
+        self.add(own, share=1.0)
 
-    def add(self, run: RunTraining, share: float = 1.0) -> None:
+    def add(self, run: RunTraining, share: float) -> None:
         self._runs[run.state.run_id] = run
         self._scheduler.add(run.state.run_id, share)
 
     def remove(self, run_id: str) -> bool:
-        """Removes a run that has no step at hand; returns whether it did."""
+        """Returns whether the run was here. It must have no step at hand."""
         if found := run_id in self._runs:
             self._scheduler.remove(run_id)
             del self._runs[run_id]
         return found
 
     def used_share(self, run_id: str) -> float:
-        """Of the tokens trained by the runs that are here, those of this one."""
+        """This run's share of the tokens that the runs in the ring have trained."""
         return self._scheduler.used_share(run_id)
 
     def run(self) -> None:
@@ -151,15 +148,11 @@ class _Member:
 
 
 class FairScheduler:
-    """Divides the training thread among runs. `quantum_tokens` are those of a run of share 1 at each turn.
+    """Divides the training thread among runs: deficit round robin (Shreedhar and Varghese, 1995) over slices of
+    batches. `quantum_tokens` are those that a run of share 1 is given at each turn.
 
-    Deficit round robin (Shreedhar and Varghese, 1995) over slices of batches. A slice is the next rows of a run's
-    batch, one for each group of ranks that trains rows of its own. Runs take turns in a ring. At its turn a run is
-    given its quantum of tokens and trains slices while its credit lasts; the rest it keeps for its next turn as long as
-    it has work. No clock and no I/O.
-
-    Bound: between a run that has work and its next turn lie the quanta of the other runs, and from each of them at most
-    one slice more than its quantum.
+    A run trains slices while its credit lasts, and keeps the rest for its next turn as long as it has work. A run that
+    has work waits for the quanta of the other runs, and for at most one slice more of each.
     """
 
     def __init__(self, quantum_tokens: int) -> None:
@@ -169,18 +162,10 @@ class FairScheduler:
         self._at_turn: str | None = None
 
     def add(self, run_id: str, share: float = 1.0) -> None:
-        """Puts a run at the end of the ring, or changes its share. Raises ValueError for a share not above 0."""
-        if not 0.0 < share < float("inf"):
-            raise ValueError(f"the share of run {run_id!r} must be above 0 and finite, got {share:g}; 1 is usual")
-        quantum = share * self._quantum_tokens
-        if run_id in self._members:
-            self._members[run_id].quantum = quantum
-            return
-        self._members[run_id] = _Member(quantum=quantum)
+        self._members[run_id] = _Member(quantum=share * self._quantum_tokens)
         self._ring.append(run_id)
 
     def remove(self, run_id: str) -> None:
-        """Takes a run out of the ring, with its credit."""
         del self._members[run_id]
         self._ring.remove(run_id)
         if self._at_turn == run_id:
@@ -189,8 +174,7 @@ class FairScheduler:
     def next_run(self, slices: Mapping[str, int]) -> str | None:
         """The run that trains now; None when none can. `slices`: tokens of the next slice of each run that can train.
 
-        A run that is left out, because it is suspended, publishes or waits for data, loses its turn and its credit, but
-        not its debt, so that it cannot save up a burst.
+        A run that is left out loses its turn and its credit, but not its debt, so that it cannot save up a burst.
         """
         for run_id, member in self._members.items():
             if run_id not in slices:
@@ -223,7 +207,7 @@ class FairScheduler:
         member.tokens += tokens
 
     def used_share(self, run_id: str) -> float:
-        """Share of this run in the tokens that the runs in the ring have trained; 0 for one outside."""
+        """0 for a run outside the ring."""
         total = sum(member.tokens for member in self._members.values())
         member = self._members.get(run_id)
         return member.tokens / total if member is not None and total else 0.0

@@ -1,4 +1,4 @@
-"""The `loss` section of the trainer: which policy loss, its constants, and what it is divided by."""
+"""The `loss` section of the trainer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONSTANTS: Mapping[LossName, Mapping[str, float | None]] = {
     "cispo": {"clip_low": None, "clip_high": 4.0},
     "custom": {},
 }
-"""The keys of each loss with the values they have when unset."""
+"""The keys of each loss with their values when unset."""
 
 NORMALISERS: Mapping[LossName, NormaliserName] = {
     "default": "token",
@@ -30,44 +30,43 @@ NORMALISERS: Mapping[LossName, NormaliserName] = {
     "cispo": "token",
     "custom": "token",
 }
-"""What each loss is divided by when `normaliser` is unset: the choice of its paper."""
+"""The normaliser of each loss's paper, taken when `normaliser` is unset."""
 
 
 class LossConfig(BaseConfig):
     """The policy loss (formulas in meshrl.algorithms.losses); a key that belongs to another loss is an error."""
 
     type: LossName = "default"
-    """default: DPPO-masked importance-weighted policy gradient with a KL term. aipo: truncated, detached ratio, no KL
-    term. grpo: PPO's clipped ratio. gspo: one clipped ratio per sequence. cispo: clipped, detached ratio. custom: your
-    function."""
+    """default: DPPO-masked importance-weighted policy gradient with a KL term. aipo: truncated, detached ratio. grpo:
+    PPO's clipped ratio. gspo: one clipped ratio per sequence. cispo: clipped, detached ratio. custom: your function."""
 
     normaliser: NormaliserName | None = None
     """token: mean over the sampled tokens of the batch. sequence: mean over tokens, then over sequences. fixed: sum
-    over tokens / fixed_length, mean over sequences. None means sequence for grpo and gspo and token for others."""
+    over tokens / fixed_length, mean over sequences. None: sequence for grpo and gspo, token for others."""
 
     fixed_length: int | None = Field(default=None, ge=1)
-    """normaliser fixed: tokens that every sequence is divided by, usually the most that may be sampled."""
+    """normaliser fixed: what every sequence is divided by, usually the most tokens that may be sampled."""
 
     dppo_mask_low: float | None = Field(default=None, gt=0.0)
-    """default: a token of negative advantage is masked when its probability fell by more than this; None means 0.2."""
+    """default: mask a token of negative advantage when its probability fell by more than this. None: 0.2."""
 
     dppo_mask_high: float | None = Field(default=None, gt=0.0)
-    """default: a token of positive advantage is masked when its probability rose by more than this; None means 0.2."""
+    """default: mask a token of positive advantage when its probability rose by more than this. None: 0.2."""
 
     adv_tau: float | None = Field(default=None, ge=0.0)
-    """default: weight of the advantages; None means 1."""
+    """default: weight of the advantages. None: 1."""
 
     kl_tau: float | None = Field(default=None, ge=0.0)
-    """default: weight of the squared log-ratio to the sampling policy; None means 1e-3."""
+    """default: weight of the squared log-ratio to the sampling policy. None: 1e-3."""
 
     delta: float | None = Field(default=None, gt=0.0)
-    """aipo: importance ratios are cut off above this; None means 4."""
+    """aipo: importance ratios are cut off above this. None: 4."""
 
     clip_low: float | None = Field(default=None, gt=0.0, le=1.0)
-    """grpo, gspo, cispo: ratios are clipped below 1 - clip_low; None means 0.2, 3e-4 and no lower bound."""
+    """grpo, gspo, cispo: ratios are clipped below 1 - clip_low. None: 0.2, 3e-4 and no lower bound."""
 
     clip_high: float | None = Field(default=None, gt=0.0)
-    """grpo, gspo, cispo: ratios are clipped above 1 + clip_high; None means 0.2, 4e-4 and 4."""
+    """grpo, gspo, cispo: ratios are clipped above 1 + clip_high. None: 0.2, 4e-4 and 4."""
 
     import_path: str | None = None
     """custom: `package.module.function`, called once a sequence with SequenceInputs; returns a SequenceLoss."""
@@ -83,7 +82,7 @@ class LossConfig(BaseConfig):
 
     @property
     def constants(self) -> Mapping[str, float | None]:
-        """The constants of the chosen loss by key, unset ones with their values."""
+        """Those of the chosen loss by key."""
         own = {name: getattr(self, name) for name in CONSTANTS[self.type]}
         return {name: CONSTANTS[self.type][name] if value is None else value for name, value in own.items()}
 

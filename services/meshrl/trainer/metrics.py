@@ -1,4 +1,4 @@
-"""Computes from the learner's result what a step's DONE event has: metrics, and the logprobs of single rollouts."""
+"""Computes what a step's DONE event has: metrics, and the logprobs of single rollouts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshrl.training.step_metrics import common_metrics, mean
 from meshrl.wire.types import Batch
 
 MAX_BYTES = 2**20
-"""Of the logprobs of one event; what does not fit is left out, and shorter rollouts after it may follow."""
+"""Of the logprobs of one event. Rollouts that do not fit are left out."""
 
 
 def step_metrics(result: StepResult, environments: Sequence[str]) -> dict[str, float]:
@@ -52,11 +52,10 @@ def step_metrics(result: StepResult, environments: Sequence[str]) -> dict[str, f
 def rollout_logprobs(
     batch: Batch, logprobs_N: NDArray[np.float32], passes: Sequence[Sequence[int]] | None = None
 ) -> dict[str, NDArray[np.float32]]:
-    """The logprobs of each rollout that the batch asks for and that has a token of the rl term, in the order of the
-    batch's rows.
+    """The logprobs of each rollout that the batch asks for, if it has loss tokens, in the order of the batch's rows.
 
-    `logprobs_N` are those of the N tokens of loss_mask of the whole batch, pass after pass, in each rank after rank and
-    row after row, as rank 0 gathers them; `passes` has the rows of each, None one of all rows.
+    `logprobs_N` are those of the N loss tokens of the batch: pass after pass, in each rank after rank and row after
+    row. `passes` has the rows of each; None is one pass of all rows.
     """
     if not batch.logprob_rollouts:
         return {}

@@ -1,4 +1,4 @@
-"""Builds the objective of the `loss` section of the configuration; the learner minimises it."""
+"""Builds the objective of the `loss` section, which the learner minimises."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ARGUMENTS = {"dppo_mask_low": "mask_low", "dppo_mask_high": "mask_high"}
 
 
 def build_objective(config: LossConfig) -> Objective:
-    """The configured objective. Raises ValueError, which names the key, for a custom loss that cannot be called."""
+    """Raises ValueError, which names the key, for a custom loss that cannot be called."""
     loss: Loss
     if config.import_path is not None:
         loss = load_custom_loss(config.import_path, config.kwargs, key="loss")

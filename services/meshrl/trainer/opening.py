@@ -1,6 +1,6 @@
-"""Opens runs on rank 0, the trainer's own and those that are added alike: first their publication, then their training.
+"""Opens runs on rank 0, the trainer's own and added ones: first their publication, then their training.
 
-Called on the training thread, since it captures each run's first version; publications run on the event loop.
+Called on the training thread, which captures each run's first version. Publications run on the event loop.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class OpenRun:
         self._initial: Captured | None = initial
 
     async def first(self) -> None:
-        """Publishes the version that the run starts with. Programs start in any order, so it waits up to hub_deadline_s
-        for an absent hub. Raises MeshError and OSError."""
+        """Publishes the version that the run starts with. Programs start in any order: it waits for an absent hub, up
+        to hub_deadline_s. Raises MeshError and OSError."""
         deadline = time.monotonic() + self._options.hub_deadline_s
         while self._initial is not None:
             try:
@@ -96,13 +96,13 @@ class RunOpener:
         settings: RunSettings,
         environment: Mapping[str, str],
     ) -> OpenRun:
-        """The trainer's own run, first of all; waits until `decided` has how versions leave."""
+        """Opens the trainer's own run, the first of all, once `decided` has how versions leave."""
         opened = open_publication(decided, self._options, self._parts, self._commands, self._hub, environment)
         self._decided = decided.result()
         return self._open(run, queue, settings, self._decided, *opened, own=True)
 
     def open(self, run: RankRun, queue: TrainingQueue, settings: RunSettings, epoch: int) -> OpenRun:
-        """A run beside it, whose versions leave as adapters."""
+        """Opens a run beside it, whose versions leave as adapters."""
         assert self._decided is not None, "the trainer's own run is opened before others"
         decided = settings_of_added(self._decided, epoch=epoch, folder=self._options.output_dir)
         opened = open_run(decided, self._options, self._parts, run.state, self._commands, self._hub)

@@ -63,7 +63,7 @@ def run_rank(config: TrainerConfig, rank: int) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         RankWorker(  # until rank 0 sends StopCommand
             parts.learner,
-            [RankRun(state=parts.run, checkpointer=parts.checkpointer)],
+            RankRun(state=parts.run, checkpointer=parts.checkpointer),
             maker=run_maker(parts.learner, config.model, config.output_dir, config.run_hooks),
             publish_dtype=parts.compute_dtype,
             release=parts.release,
@@ -136,7 +136,7 @@ async def serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer
             quantum = config.seq_len * plan.dp_size if config.max_concurrent_runs > 1 else None
             training_loop = TrainerLoop(
                 table,
-                [opened.training],
+                opened.training,
                 commands,
                 quantum_tokens=quantum,
                 joining=joining(config.join_rows, config.seq_len, learner.device),
@@ -189,7 +189,7 @@ async def serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer
 
 
 def run_maker(learner: Learner, model: TrainerModelConfig, output_dir: Path, hooks: RunHooksConfig) -> RunMaker:
-    """The maker of added runs on this rank. Raises ConfigError for hooks that cannot be called."""
+    """Raises ConfigError for hooks that cannot be called."""
     try:
         loaded = RunHooks(hooks)
     except ValueError as error:
@@ -220,7 +220,7 @@ async def _until_drained(
     *,
     deadline_s: float,
 ) -> int:
-    """Waits until it is to end; then trains the queue and writes the last checkpoint. Returns the exit code."""
+    """Waits for the end, trains the queue and has the last checkpoint written. Returns the exit code."""
     await stop_or_first(stop, trained)
     server.set_not_serving()
     code = 0

@@ -1,8 +1,7 @@
 """Trains one run on rank 0: its steps, versions, checkpoints and metrics. The loop gives it its turns.
 
-A step goes through three stages: its slices are passed, then it is made, then its version is captured. Only the last
-waits, for the publication of the version before, so that other runs have their turn meanwhile. A failure in a run that
-is not the trainer's own suspends that run alone.
+The slices of a step are passed, then it is made, then its version is captured. Only the last waits, for the publication
+of the version before. A failure in an added run suspends that run alone.
 """
 
 from __future__ import annotations
@@ -44,10 +43,10 @@ MOST_ENTROPIES = 1024
 @dataclass(frozen=True, kw_only=True)
 class RunVersions:
     capture: Callable[[int], Captured]
-    """Copies the weights of a version; collective, on the training thread between two steps."""
+    """Copies the weights of a version. Collective, between two steps."""
 
     publish: Callable[[int, Captured, str], Future[PublishReport]]
-    """(version, result of `capture`, traceparent) -> a future that is done when the version is published."""
+    """(version, captured, traceparent) -> a future that is done once the version is published."""
 
     progress: Progress
     """When the publication under way last moved."""
@@ -58,15 +57,13 @@ class RunVersions:
 
 @dataclass(kw_only=True)
 class _StepAtHand:
-    """The step that a run is at. `busy_s` is its time so far, without the turns of other runs."""
-
     batch: Batch
     work: BatchStep
     span: TrainSpan
     wait_s: float
     began: float
     broadcast_s: float
-    busy_s: float = 0.0
+    busy_s: float  # so far, without the turns of other runs
     result: StepResult | None = None  # once it is made
     made_at: float = 0.0
 
@@ -97,7 +94,7 @@ class RunTraining:
         self._max_failed_steps = max_failed_steps
         self._failed_steps = 0  # in a row
         self.lost = False
-        """Its weights are half updated, so it is to be made anew; never the own run, with which the trainer ends."""
+        """Its weights are half updated, so it is to be made anew. Never of the own run, whose loss ends the trainer."""
         self._release = release
         self._step: _StepAtHand | None = None
         self._free_since = time.perf_counter()  # when the step before was over
@@ -117,7 +114,7 @@ class RunTraining:
 
     @property
     def tokens(self) -> int | None:
-        """Tokens of the slice that it would train at its turn; 0 if it would capture a version, None for nothing."""
+        """Of the slice that it would train at its turn; 0 if it would capture a version, None without work."""
         if self._step is None:
             return None
         if self._step.result is None:
@@ -131,14 +128,14 @@ class RunTraining:
 
     @property
     def joinable(self) -> tuple[int, Hashable] | None:
-        """The longest row of its next slice, and a key that rows of one pass share; None: it shares none."""
+        """The longest row of its next slice, and a key that rows of one pass share; None: it shares no pass."""
         if self._step is None or self._step.result is not None or not self._learner.joins(self.state):
             return None
         rows = self._step.work.next_rows()
         return max(len(row.token_ids) for row in rows), kinds(rows)
 
     def publication_left_s(self) -> float:
-        """Seconds until the publication under way has stood still for too long; infinite without one."""
+        """Until the publication under way has stood still for too long; infinite without one."""
         if self._publishing is None or self._publishing.done() or self._stalled:
             return float("inf")
         return self._versions.progress.left_s(self._versions.stall_s)
@@ -155,7 +152,7 @@ class RunTraining:
         self._suspend(problem.reason, problem.message)
 
     def resume(self) -> None:
-        """Goes on after a suspension: a publication that failed or stood still is tried again."""
+        """Goes on after a suspension. A publication that failed is tried again."""
         self._stalled, self._failed_steps = False, 0
         self._versions.progress.moved()
         if self._failed_publication() and self._publish is not None:
@@ -173,7 +170,7 @@ class RunTraining:
     # --- its turns, on the training thread --------------------------------------------------------
 
     def begin(self, batch: Batch) -> None:
-        """Takes a batch as the step at hand. Raises the failure of an earlier save of the own run."""
+        """Raises the failure of an earlier save of the own run."""
         try:
             self.checkpointer.check()
         except CheckpointError as error:
@@ -194,10 +191,10 @@ class RunTraining:
         )
 
     def advance(self, slices: int, beside: Sequence[RunTraining] = ()) -> None:
-        """Trains the next slices of the step at hand, and makes it with the last; or captures its version.
+        """Trains the next slices of the step at hand, together with those of the `joinable` runs `beside` it; or
+        captures its version.
 
-        The next slices of the `joinable` runs `beside` it share the pass. Raises errors that end the trainer: the
-        failure of an earlier publication or of a save, and UpdateError, of the own run.
+        Raises what ends the trainer: of the own run a failed publication or save, and UpdateError.
         """
         assert self._step is not None, "a turn is given to a run that has something to do"
         if self._step.result is not None:
@@ -333,10 +330,8 @@ class RunTraining:
         publish()
 
     def end(self) -> None:
-        """Completes the step at hand, waits for the publication under way and writes the last checkpoint.
-
-        Raises the failure of either in the own run; that of another is logged.
-        """
+        """Completes the step at hand and its publication, and writes the last checkpoint. Raises failures of the own
+        run, and logs those of another."""
         try:
             while self._step is not None:
                 if self._step.result is not None:
@@ -353,9 +348,8 @@ class RunTraining:
     def _metrics(
         self, batch: Batch, result: StepResult, timings_s: Mapping[str, float], train_s: float
     ) -> dict[str, float]:
-        """All metrics of a step. Throughput counts the samples' tokens over the time not spent waiting for a batch, a
-        shared prefix for each of its samples. `progress/total_*` count the trained tokens and samples as the
-        checkpoints have them."""
+        """All metrics of a step. Throughput leaves out the wait for a batch, and counts a shared prefix for each of its
+        samples."""
         tokens = sum(len(row.token_ids) + row.shared_tokens for row in batch.micro_batches)
         samples = sum(len(row.rollout_ids) for row in batch.micro_batches)
         progress = self.checkpointer.progress
@@ -396,7 +390,6 @@ class RunTraining:
         )
 
     def _save_by_schedule(self, config: CheckpointConfig) -> None:
-        """One in the background costs the time to copy the state."""
         started = time.perf_counter()
         self._commands.send(
             SaveCommand(run_id=self.state.run_id, weights_only=config.weights_only, in_background=config.save_async)
@@ -418,7 +411,6 @@ class RunTraining:
         self._save_ckpt_s += time.perf_counter() - started
 
     def save_on_request(self, request: SaveRequest) -> None:
-        """Writes a checkpoint now; a failure is the caller's, and training goes on."""
         started = time.perf_counter()
         self._commands.send(SaveCommand(run_id=self.state.run_id, weights_only=request.weights_only))
         try:

@@ -1,6 +1,6 @@
 """TrainerService over gRPC: converts each request, asks the run it names, converts the answer back.
 
-A batch is checked against the model before it is queued, so that none can break a step of training.
+A batch is checked against the model before it is queued.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ BYTES_PER_TOKEN = 64  # of a micro-batch message, with room for the ids and trac
 
 
 def max_message_bytes(seq_len: int, replayed: RoutedShape | None) -> int:
-    """Of a message to or from the trainer: a micro-batch of `seq_len` tokens fits, with their routes."""
+    """A micro-batch of `seq_len` tokens fits, with their routes."""
     routes = 0 if replayed is None else bytes_per_token(replayed)
     return max(MIN_MESSAGE_BYTES, seq_len * (BYTES_PER_TOKEN + routes))
 
 
 class TrainerServicer(pb_grpc.TrainerServiceServicer):
-    """The thin servicer. `on_drained` is called once a client's Drain has emptied the queue of each run."""
+    """`host` adds and deletes runs. A trainer has its own run only until it is set."""
 
     def __init__(
         self,
@@ -60,16 +60,15 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         *,
         takes_prefixes: bool = False,
         on_drained: Callable[[], None],
-        host: RunHost | None = None,
         quotas: Quotas | None = None,
     ) -> None:
-        """`info` is the answer of GetTrainer without the runs and the host's fields. `takes_prefixes`: batches with
-        shared prefixes can be trained, as an earlier one may come again. `host` adds and deletes runs; a trainer
-        without one has its own run only, until `host` is set."""
+        """`info` is the answer of GetTrainer without the runs and the host's fields. `takes_prefixes`: the model can
+        train shared prefixes. `on_drained` is called once a client's Drain has emptied all queues."""
         self._runs = runs
         self._trainer, self._takes_prefixes = info, takes_prefixes
         self._on_drained = on_drained
-        self.host, self._quotas = host, quotas
+        self.host: RunHost | None = None
+        self._quotas = quotas
         self._changes: FirstAnswers[RunInfo | None] = FirstAnswers()
         self._saves: FirstAnswers[Checkpoint] = FirstAnswers()
         self._saving: set[asyncio.Task[Checkpoint]] = set()
@@ -271,10 +270,8 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
 def check_batch(
     batch: Batch, *, vocab_size: int | None, takes_prefixes: bool = True, routed: RoutedShape | None = None
 ) -> None:
-    """Raises INVALID_REQUEST with every violation. Shapes and lengths are already known to be right.
-
-    `vocab_size` None: token ids have no bound.
-    """
+    """Raises INVALID_REQUEST with every violation. Shapes and lengths are known to be right. `vocab_size` None: token
+    ids have no bound."""
     violations = []
     for index, row in enumerate(batch.micro_batches):
         problems = list(_problems(row, vocab_size, takes_prefixes))

@@ -1,4 +1,4 @@
-"""The trace of a step: an `rl.train` span linked to every rollout in its batch, with a child for each stage."""
+"""The trace of a step: an `rl.train` span with a child for each stage."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshrl.wire.types import Batch
 
 class TrainSpan:
     def __init__(self, tracer: trace.Tracer, batch: Batch) -> None:
-        """Starts under the batch's trace context, with one link for each distinct rollout."""
+        """Starts under the batch's trace context, linked to each of its rollouts."""
         rollouts = dict.fromkeys(parent for row in batch.micro_batches for parent in row.traceparents if parent)
         attributes: Mapping[str, str | int] = {
             "rl.run_id": batch.run_id,

@@ -53,9 +53,6 @@ SETTINGS = PublicationSettings(
 )
 
 
-MAKER: Any = SimpleNamespace()
-
-
 class Line:
     """A group of two whose second rank reads what the first one broadcast."""
 
@@ -133,13 +130,18 @@ def test_one_process_alone_says_nothing_and_waits_for_its_future() -> None:
 
 
 def test_rank_0_beats_while_it_waits() -> None:
-    line = Line()
     future: Future[int] = Future()
-    threading.Timer(0.2, future.set_result, [7]).start()
+
+    class Counted(Line):
+        def broadcast(self, data: bytes | None) -> bytes:
+            sent = super().broadcast(data)
+            if self.sent.qsize() == 3:
+                future.set_result(7)
+            return sent
+
+    line = Counted()
     assert CommandSender(line, heartbeat_s=0.02).wait(future) == 7
-    beats = line.received()
-    assert len(beats) >= 3
-    assert set(beats) == {HeartbeatCommand()}
+    assert line.received() == [HeartbeatCommand()] * 3
 
 
 def within(progress: Progress, stall_s: float) -> Callable[[], float]:
@@ -206,19 +208,19 @@ def test_a_command_that_fails_ends_the_follower() -> None:
 def test_a_rank_refuses_a_command_for_a_run_that_it_does_not_hold() -> None:
     line = Line()
     CommandSender(line).send(SnapshotCommand(run_id="other"))
+    nothing: Any = SimpleNamespace()
     learner: Any = SimpleNamespace(parallel=line)
     run: Any = SimpleNamespace(run_id="main")
-    checkpointer: Any = SimpleNamespace()
+    own = RankRun(state=run, checkpointer=nothing)
     with pytest.raises(MeshError, match="sent a command for run 'other', and this rank holds 'main'") as refused:
-        RankWorker(
-            learner, [RankRun(state=run, checkpointer=checkpointer)], maker=MAKER, publish_dtype=torch.bfloat16
-        ).run()
+        RankWorker(learner, own, maker=nothing, publish_dtype=torch.bfloat16).run()
     assert refused.value.reason is Reason.UNKNOWN_RUN
 
 
 def test_a_rank_carries_out_each_command_for_the_run_that_it_names() -> None:
     line = Line()
     commands = CommandSender(line)
+    commands.send(CreateCommand(run_id="second", settings=RunSettings()))
     for run_id, weights_only in (("main", False), ("second", True), ("main", True)):
         commands.send(SaveCommand(run_id=run_id, weights_only=weights_only))
     commands.send(StopCommand())
@@ -233,5 +235,6 @@ def test_a_rank_carries_out_each_command_for_the_run_that_it_names() -> None:
         return RankRun(state=state, checkpointer=checkpointer)
 
     learner: Any = SimpleNamespace(parallel=line)
-    RankWorker(learner, [run("main"), run("second")], maker=MAKER, publish_dtype=torch.bfloat16).run()
+    maker: Any = SimpleNamespace(make=lambda run_id, settings: run(run_id))
+    RankWorker(learner, run("main"), maker=maker, publish_dtype=torch.bfloat16).run()
     assert done == [("main", False), ("second", True), ("main", True), ("main", "waited"), ("second", "waited")]

@@ -1,6 +1,6 @@
 """A step of a run as every rank makes it: the rows of its batch passed a slice at a time, then the optimizer's step.
 
-Slices of several runs may share a pass.
+A slice has one row of each group of ranks that trains rows of its own. Slices of several runs may share a pass.
 """
 
 from __future__ import annotations
@@ -19,11 +19,8 @@ Outcome = StepResult | StepError | UpdateError | None
 
 
 class BatchStep:
-    """The step that a batch makes. Every rank has one, and calls `pass_slices` alike.
-
-    A slice has one row of each group of ranks that trains rows of its own, so other runs may have their turn between
-    two slices; the run's gradient waits where it is.
-    """
+    """The step that a batch makes. Every rank has one, and calls `pass_slices` alike. Other runs may have their turn
+    between two slices, while the run's gradient waits."""
 
     def __init__(self, run: RunState, micro_batches: Sequence[MicroBatch]) -> None:
         self.run = run
@@ -41,7 +38,7 @@ class BatchStep:
         return [self._rows[row] for row in self._left[0]]
 
     def take(self, slices: int) -> RunRows:
-        """The rows of the next slices, to be passed."""
+        """Takes the next slices, to be passed."""
         rows = sorted(row for each in self._left[:slices] for row in each)
         del self._left[:slices]
         self.passes.append(rows)
@@ -49,10 +46,10 @@ class BatchStep:
 
 
 def pass_slices(learner: Learner, steps: Sequence[BatchStep], slices: int = 1) -> list[Outcome]:
-    """Passes the next slices of each step, those of several in one pass, and makes the steps that they complete.
+    """Passes the next slices of the steps together, and makes the steps that they complete.
 
     Returns for each step its result, its failure, or None while slices are left. A shared pass that fails is repeated
-    with each step by itself, so that only the step at fault fails.
+    with each step by itself, so that only the one at fault fails.
     """
     taken, together = [step.take(slices) for step in steps], False
     if len(steps) > 1:
@@ -73,7 +70,7 @@ def pass_slices(learner: Learner, steps: Sequence[BatchStep], slices: int = 1) -
 
 
 def slices_of(micro_batches: Sequence[MicroBatch]) -> list[list[int]]:
-    """The rows of each slice: the first of every group of ranks, then the second, and so on."""
+    """The rows of each slice, as indices."""
     seen: Counter[int] = Counter()
     slices: defaultdict[int, list[int]] = defaultdict(list)
     for row, micro_batch in enumerate(micro_batches):

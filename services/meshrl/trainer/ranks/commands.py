@@ -1,8 +1,7 @@
 """Commands that rank 0 sends to the training threads of the other ranks, so that all do the same collectives in order.
 
-Rank 0's training loop sends a command and carries it out itself; every other rank (`worker`) receives it over the
-group's broadcast and carries it out too. A command travels as the length of its JSON (uint64, little-endian), that JSON
-and, of a TrainCommand, its rows.
+Every rank carries a command out, rank 0 too. A command travels as the length of its JSON (uint64, little-endian), that
+JSON and, of a TrainCommand, its rows.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _LENGTH = struct.Struct("<Q")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainCommand:
-    """Begin a step of the run with the rows of a batch, those of all ranks."""
+    """Begin a step of the run with the rows of all ranks."""
 
     run_id: str
     micro_batches: Sequence[MicroBatch]
@@ -39,8 +38,7 @@ class TrainCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class PassCommand:
-    """Pass the next slices of the run's batch, in one pass with those of the runs `beside` it; the last of them makes a
-    step."""
+    """Pass the next slices of the run's batch, together with those of the runs `beside` it."""
 
     run_id: str
     slices: int
@@ -62,7 +60,7 @@ class DeleteCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class PublishSetupCommand:
-    """Prepare to publish the run's versions with these settings; the first command of a run."""
+    """Prepare to publish the run's versions."""
 
     run_id: str
     settings: PublicationSettings
@@ -82,7 +80,7 @@ class SaveCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class HeartbeatCommand:
-    """Do nothing: rank 0 is alive and waits for something."""
+    """Do nothing: rank 0 is alive and waits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,21 +131,21 @@ class Broadcaster(Protocol):
 
 
 class CommandSender:
-    """Rank 0's side. Sends nothing in a group of one. For one thread: the one that does the collectives."""
+    """Rank 0's side, for the thread that does the collectives. Sends nothing in a group of one."""
 
     def __init__(self, ranks: Broadcaster, *, heartbeat_s: float = HEARTBEAT_S) -> None:
         self._ranks = ranks
         self._heartbeat_s = heartbeat_s
 
     def send(self, command: Command) -> None:
-        """Sends a command to all other ranks; the caller carries it out right after."""
+        """The caller carries the command out right after."""
         if self._ranks.world_size > 1:
             self._ranks.broadcast(encode(command))
 
     def wait(self, future: Future[Result], *, check: Callable[[], float] = lambda: float("inf")) -> Result:
-        """Waits for `future` while heartbeats keep the other ranks waiting; returns its result or raises its error.
+        """Waits for the future's result or error while heartbeats keep the other ranks waiting.
 
-        `check` is called before each wait and returns the seconds until its next call; it raises to end the wait.
+        `check` returns the seconds until its next call, and raises to end the wait.
         """
         beat = time.monotonic() + self._heartbeat_s
         while not future.done():
@@ -160,7 +158,7 @@ class CommandSender:
 
 
 def receive_commands(ranks: Broadcaster, carry_out: Callable[[WorkCommand], None]) -> None:
-    """Every other rank's side: carries out rank 0's commands until StopCommand. An error in one ends the rank."""
+    """Carries out rank 0's commands until StopCommand."""
     while True:
         command = decode(ranks.broadcast(None))
         if isinstance(command, StopCommand):

@@ -1,4 +1,4 @@
-"""The runs as one rank has them: each with its state, its checkpointer, and the snapshotter of its versions."""
+"""The runs as one rank has them, and their making."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ RUNS = "runs"
 class RankRun:
     state: RunState
     checkpointer: Checkpointer
-    snapshotter: Snapshotter | None = None  # None until rank 0 sets publishing up
-    step: BatchStep | None = None  # the one that is being made
+    snapshotter: Snapshotter | None = None  # once rank 0 sets publishing up
+    step: BatchStep | None = None  # that is being made
 
 
 class RunMaker:
-    """Makes the runs that CreateRun adds, on every rank alike."""
+    """Makes added runs, on every rank alike."""
 
     def __init__(
         self,
@@ -43,18 +43,17 @@ class RunMaker:
         optim_cpu_offload: bool = False,
         hooks: RunHooks | None = None,
     ) -> None:
-        """`base_name` is the model of the adapters, as their files name it."""
+        """`base_name` is the model as the adapters' files name it."""
         self.hooks = hooks or RunHooks()
         self.learner, self.output_dir, self._base_name = learner, output_dir, base_name
         self._optim_cpu_offload = optim_cpu_offload
 
     @property
     def runs_folder(self) -> Path:
-        """Where runs have their folders by default."""
         return self.output_dir / RUNS
 
     def folder(self, run_id: str, settings: RunSettings | None) -> Path:
-        """Where a run has its checkpoints, weights and epoch."""
+        """A run's own, by default below `runs_folder`."""
         return self.output_dir / settings.folder if settings and settings.folder else self.runs_folder / run_id
 
     def forget(self, run: RankRun, other: RankRun) -> None:
@@ -68,7 +67,7 @@ class RunMaker:
         self.learner.take_up(other.state)
 
     def bytes_for(self, settings: RunSettings) -> int:
-        """Bytes of such a run's adapter with gradient and optimizer on each rank. Raises ValueError as `make`."""
+        """Of the adapter with gradient and optimizer, on each rank. Raises ValueError as `make`."""
         assert settings.lora is not None, "runs beside the trainer's own have an adapter"
         adapter_set = new_set(self.learner.model, settings.lora, device=torch.device("meta"))
         return adapter_set.flat.numel() * (torch.float32.itemsize + GRADIENT_BYTES + state_bytes(settings.optim))
@@ -76,8 +75,8 @@ class RunMaker:
     def make(self, run_id: str, settings: RunSettings) -> RankRun:
         """A run at its newest checkpoint, or where its settings start it if it has none. Collective.
 
-        Raises ValueError, with all other runs unchanged, on every rank, when its adapter cannot be made, its checkpoint
-        not be read, or memory is short.
+        Raises ValueError on every rank, with all other runs unchanged, when its adapter cannot be made, its checkpoint
+        cannot be read, or memory is short.
         """
         assert settings.lora is not None, "runs beside the trainer's own have an adapter"
         learner = self.learner

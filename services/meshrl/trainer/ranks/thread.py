@@ -1,6 +1,6 @@
-"""The only thread of rank 0 that touches the model: it builds it, trains it and takes part in every collective.
+"""The only thread of rank 0 that touches the model and calls collectives.
 
-torch's current GPU and OpenMP's number of threads are set for each thread, and collectives must be called in one order.
+torch's current GPU and OpenMP's threads are set for each thread, and collectives must be called in one order.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class TrainingThread:
         threading.Thread(target=self._work, name="training", daemon=True).start()
 
     def call(self, work: Callable[[], Result]) -> asyncio.Future[Result]:
-        """Has the thread run `work` after earlier calls; the running loop gets its result or error."""
+        """Has the thread run `work` after earlier calls."""
         done: Future[Result] = Future()
 
         def run() -> None:

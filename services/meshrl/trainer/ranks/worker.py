@@ -1,8 +1,8 @@
-"""Any rank of the trainer but rank 0: receives rank 0's commands and carries them out, from the first to the stop."""
+"""Any rank of the trainer but rank 0: carries out rank 0's commands."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from loguru import logger
@@ -27,28 +27,27 @@ from meshrl.wire.errors import MeshError, Reason
 
 
 class RankWorker:
-    """Carries out the commands of the runs. As rank 0 it survives a bad batch or a full disk."""
+    """Survives a bad batch and a full disk, as rank 0 does."""
 
     def __init__(
         self,
         learner: Learner,
-        runs: Sequence[RankRun],
+        own: RankRun,
         *,
         maker: RunMaker,
         publish_dtype: torch.dtype,
         release: Callable[[], None] = lambda: None,
     ) -> None:
-        """The first of the `runs` is the trainer's own. `release` gives unused memory back to the device after each
-        snapshot."""
+        """`release` gives unused memory back to the device after each snapshot."""
         self._learner = learner
-        self._own = runs[0].state
-        self._runs = {run.state.run_id: run for run in runs}
+        self._own = own.state
+        self._runs = {own.state.run_id: own}
         self._maker = maker
         self._publish_dtype = publish_dtype
         self._release = release
 
     def run(self) -> None:
-        """Works until rank 0 sends StopCommand, then waits for the saves under way."""
+        """Works until rank 0 sends StopCommand, and waits for the saves under way."""
         receive_commands(self._learner.parallel, self._carry_out)
         for run in self._runs.values():
             run.checkpointer.wait_for_save()

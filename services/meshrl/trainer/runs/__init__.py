@@ -1,1 +1,1 @@
-"""What belongs to one run of a trainer: its steps, the queue to the training thread, and the table that finds it."""
+"""A trainer's runs: their steps, queues, settings and checkpoints, and the table that finds them."""

@@ -1,4 +1,4 @@
-"""The checkpoints of a run as ListCheckpoints shows them: those on disk, and requested ones."""
+"""The checkpoints of a run for ListCheckpoints: those on disk, and requested ones."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ from meshrl.wire.types import Checkpoint, CheckpointState
 
 KEPT = 256
 COARSE_S = 0.05  # a file's time may lie so far before the clock's
-PART = "trainer"
-"""Folder of a checkpoint that the trainer resumes from."""
+PART = "trainer"  # folder of a checkpoint that the trainer resumes from
 
 
 class CheckpointList:
-    """The checkpoints of one run. `folder` holds those that it may resume from; None knows only requested ones."""
+    """`folder` holds the checkpoints that the run may resume from; None: only requested ones are known."""
 
     def __init__(self, run_id: str, folder: Path | None) -> None:
         self._run_id, self._folder = run_id, folder
         self._asked: OrderedDict[str, Checkpoint] = OrderedDict()  # by request id
 
     def asked(self, request_id: str, *, name: str, step: int, weights_only: bool) -> Checkpoint:
-        """The checkpoint of a request; a new one, or one that failed, is SAVING from here on."""
+        """A new request, or one that failed, is SAVING from here on."""
         known = self._asked.get(request_id)
         if known is not None and known.state is not CheckpointState.FAILED:
             return known
@@ -45,7 +44,7 @@ class CheckpointList:
         return found
 
     async def follow(self, request_id: str, save: Callable[[], Awaitable[tuple[int, Path]]]) -> Checkpoint:
-        """Runs the save of a request that is SAVING. Raises its error, and shows it as FAILED."""
+        """Runs the save of a request that is SAVING. Raises its error, and lists it as FAILED."""
         asked = self._asked[request_id]
         try:
             step, path = await save()

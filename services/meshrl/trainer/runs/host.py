@@ -1,7 +1,7 @@
 """Creates, suspends, resumes and deletes the runs beside a trainer's own, and brings them back after a restart.
 
 On the event loop of rank 0; the training thread does all work on the model, between two turns. The runs are listed in
-<output_dir>/runs/index.json. Each has its own folder there: checkpoints, weights and the number of its epoch.
+<output_dir>/runs/index.json.
 """
 
 from __future__ import annotations
@@ -39,8 +39,6 @@ CLOSE_S = 10.0
 
 
 class _Row(BaseModel):
-    """A run of the index."""
-
     run_id: str
     settings: RunSettings
     create_time: float
@@ -73,9 +71,8 @@ class RunHost:
         history_events: int,
         open_run: Callable[[RankRun, TrainingQueue, RunSettings, int], OpenRun],
     ) -> None:
-        """`settings` are the own run's, `max_runs` the most that are added, `room_bytes` for their adapters (None: not
-        known). `open_run`, on the training thread, prepares a run's publication in an epoch, and its training.
-        """
+        """`settings` are the own run's, `max_runs` the most that are added, `room_bytes` those of their adapters (None:
+        not known). `open_run` prepares a run's publication and training in an epoch, on the training thread."""
         self._table, self._loop, self._maker, self._commands = table, loop, maker, commands
         self._own, self.own_settings = own, settings
         self.max_runs, self.room_bytes = max_runs, room_bytes
@@ -89,7 +86,7 @@ class RunHost:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes that the adapters of added runs occupy on each rank, with gradients and optimizers."""
+        """Of the adapters of added runs on each rank, with gradients and optimizers."""
         return sum(added.queue.book.adapter_bytes for added in self._added.values())
 
     def info(self, queue: TrainingQueue) -> RunInfo:
@@ -104,7 +101,7 @@ class RunHost:
         return self._table.find(run_id).book.suspension
 
     def settings_of(self, run_id: str, spec: RunSpec | None) -> RunSettings:
-        """A spec with the own run's settings for the rest. Raises MeshError INVALID_REQUEST."""
+        """Raises MeshError as RunSettings.from_spec."""
         start = None if spec is None or spec.start_from is None else self._start(run_id, spec.start_from)
         return RunSettings.from_spec(spec, self.own_settings, start)
 
@@ -140,9 +137,9 @@ class RunHost:
     ) -> RunInfo:
         """Adds a run, which goes on from the newest checkpoint of its folder, if any.
 
-        Returns once its adapter is there; its versions are published from then on, and its batches trained once the
-        first is. A request that made the run before the trainer was restarted finds it. `most` runs may be of the
-        `account`. Raises MeshError RUN_EXISTS, RUN_LIMIT_REACHED, NO_ROOM_FOR_RUN and INVALID_REQUEST.
+        Returns once its adapter is there; its batches are trained once its first version is published. A request that
+        made the run before a restart finds it. The `account` may have `most` runs. Raises MeshError RUN_EXISTS,
+        RUN_LIMIT_REACHED, NO_ROOM_FOR_RUN and INVALID_REQUEST.
         """
         known = self._added.get(run_id)
         if known is None or not request_id or known.row.request_id != request_id:
@@ -169,7 +166,7 @@ class RunHost:
         return self.info(queue)
 
     async def resume(self, run_id: str) -> RunInfo:
-        """Ends a suspension; a publication that failed is tried again, and lost weights are made anew."""
+        """Tries a failed publication again, and makes a run with lost weights anew."""
         queue = self._table.find(run_id)
         run_id = queue.book.run_id
         if queue.book.suspension is not None:
@@ -217,7 +214,7 @@ class RunHost:
     # --- the program's start and end ----------------------------------------------------------------
 
     async def bring_back(self) -> None:
-        """Makes the runs of the index again, each at its newest checkpoint. One that cannot be made is left out."""
+        """Makes the runs of the index again. One that cannot be made is left out."""
         for row in await asyncio.to_thread(self._read_index):
             try:
                 await self._make(_Row.model_validate(row))
@@ -350,8 +347,7 @@ class RunHost:
         added.opening = asyncio.create_task(begin())
 
     def _after_suspension(self, added: _Added) -> None:
-        """After a suspension by the trainer: a run with lost weights and a checkpoint is made anew, any other is
-        suspended after a restart as well."""
+        """Makes a run with lost weights and a checkpoint anew; any other stays suspended, over restarts too."""
 
         async def act() -> None:
             try:

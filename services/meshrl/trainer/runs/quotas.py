@@ -1,5 +1,4 @@
-"""Counts the tokens that each tenant has trained today, by the token that it calls with or came by, and refuses batches
-beyond its quota; for TrainerService. The counts of a day of UTC are in a file, so that a restart keeps them."""
+"""Counts the tokens that each tenant has trained in a day of UTC, in a file, and refuses batches beyond its quota."""
 
 from __future__ import annotations
 
@@ -18,8 +17,6 @@ DAY_S = 86_400
 
 
 class Quotas:
-    """The tokens of each account today."""
-
     def __init__(self, file: Path, now_s: Callable[[], float] = time.time) -> None:
         """Raises ConfigError for a damaged file."""
         self._file, self._now_s = file, now_s
@@ -35,7 +32,7 @@ class Quotas:
                 ) from error
 
     def check(self, tokens: int) -> None:
-        """Raises OVERLOADED, until the day is over, for a batch beyond the caller's quota."""
+        """Raises OVERLOADED for a batch beyond the caller's quota."""
         caller, left_s = CALLER.get(), self._begin_day()
         most = None if caller is None else caller.scope.tokens_per_day
         if caller is None or most is None:

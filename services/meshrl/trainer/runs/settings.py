@@ -1,4 +1,4 @@
-"""How one run is trained: the request of CreateRun or a run's folder, with the trainer's own settings for the rest."""
+"""How one run is trained."""
 
 from __future__ import annotations
 
@@ -94,8 +94,9 @@ class RunSettings(BaseConfig):
     def from_spec(
         cls, spec: RunSpec | None, own: RunSettings, start: tuple[StartFrom, LoraConfig | None] | None = None
     ) -> RunSettings:
-        """Those of a new run; `start` is the spec's checkpoint, and the adapter of that run if it is here. Raises
-        MeshError INVALID_REQUEST with each field that cannot be trained."""
+        """Those of a new run, with its `own` for what a spec leaves out. `start` is the spec's checkpoint, and the
+        adapter of that run if it is here. Raises MeshError INVALID_REQUEST with each field that cannot be trained, and
+        RUN_LIMIT_REACHED."""
         spec = spec or RunSpec()
         if own.lora is None:
             raise MeshError(

@@ -1,10 +1,8 @@
 """A run's steps between the service and the training thread: batches in one direction, reports in the other.
 
-The `StepBook` has the rules, without clock, sockets or tasks. A step moves QUEUED -> RUNNING -> DONE or FAILED. Steps
-are accepted in order, without gaps. When one fails, those queued behind it fail too, and the failed step is the next to
-submit. The `TrainingQueue` serves both sides: TrainerService puts batches and save requests in, the training loop takes
-them out one at a time, through the table of runs, and reports the outcome of each. The book is read and written on the
-event loop only, which gets the thread's reports in order.
+A step moves QUEUED -> RUNNING -> DONE or FAILED. Steps are accepted in order, without gaps. When one fails, those
+queued behind it fail too, and the failed step is the next to submit. The book is read and written on the event loop
+only, which gets the thread's reports in order.
 """
 
 from __future__ import annotations
@@ -26,20 +24,18 @@ from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Batch, RunInfo, RunPhase, RunSpec, StepEvent, StepState, Suspension
 
 LARGE_EVENTS = 8
-"""Events that keep what is large: logprobs and entropies."""
+"""Events that keep logprobs and entropies."""
 RETRY_AFTER_S = 0.5  # a queue moves at the pace of steps, which take about this long at least
 
 
 @dataclass(frozen=True, kw_only=True)
 class Accepted:
-    """The answer to a submitted batch; the same for every repetition."""
-
     revision: int
     queue_position: int
 
 
 class Done(TypedDict, total=False):
-    """What a step's DONE event carries, as StepEvent."""
+    """Fields of a DONE StepEvent."""
 
     metrics: Mapping[str, float]
     timings_s: Mapping[str, float]
@@ -64,7 +60,7 @@ class _Attempt:
 
 @dataclass(kw_only=True)
 class StepBook:
-    """The steps of one run. Raises MeshError for what a client may not do; an AssertionError is a bug in the loop."""
+    """The rules about the steps of one run. Raises MeshError for what a client may not do."""
 
     run_id: str
     epoch: int
@@ -99,8 +95,8 @@ class StepBook:
     # --- what clients ask ---------------------------------------------------------------------
 
     def admit(self, step: int, digest: str) -> Accepted | None:
-        """Whether a batch may come in, asked before its upload: the first answer for a repetition, None for a new one.
-        Raises BATCH_CONFLICT, STEP_OUT_OF_ORDER, DRAINING or OVERLOADED."""
+        """The first answer to a repeated batch, None to a new one that may come in. Raises BATCH_CONFLICT,
+        STEP_OUT_OF_ORDER, DRAINING, RUN_SUSPENDED or OVERLOADED."""
         known = self._attempts.get(step)
         if known is not None and known.digest == digest:
             return known.answer
@@ -136,7 +132,7 @@ class StepBook:
         return None
 
     def accept(self, batch: Batch, digest: str) -> Accepted:
-        """Queues a whole, verified batch. Raises as `admit`, which is asked again: the state may have changed."""
+        """Queues a whole, verified batch. Raises as `admit`: the state may have changed during the upload."""
         answer = self.admit(batch.step, digest)
         if answer is not None:
             return answer
@@ -150,8 +146,7 @@ class StepBook:
         return answer
 
     def events_after(self, revision: int) -> tuple[StepEvent, ...]:
-        """The events that follow `revision`. Raises REVISION_EXPIRED when some of them are no longer known, or when
-        there is no such revision yet."""
+        """Raises REVISION_EXPIRED when some of them are no longer known, or there is no such revision yet."""
         oldest = self._revision - len(self._events)
         if revision < oldest:
             raise MeshError(
@@ -205,7 +200,7 @@ class StepBook:
     # --- what the training loop reports -------------------------------------------------------
 
     def take(self) -> Batch | None:
-        """The next batch to train, now RUNNING; None when none waits."""
+        """The next batch, now RUNNING; None when none is to be trained."""
         if not self._waiting or self.suspension is not None:
             return None
         batch = self._waiting.popleft()
@@ -214,8 +209,7 @@ class StepBook:
         return batch
 
     def finish(self, step: int, *, tokens: int = 0, **done: Unpack[Done]) -> None:
-        """The step is trained and its version sealed; `tokens` are those that the run has trained in all. Only the
-        newest events keep the large `logprobs` and `entropies`."""
+        """The step is trained and its version sealed. `tokens` are those that the run has trained in all."""
         assert step in self._unfinished, f"step {step} is not running"
         self._unfinished.remove(step)
         self.step, self.tokens, self._update_time = step, tokens, time.time()
@@ -225,7 +219,7 @@ class StepBook:
             self._events[place] = replace(self._events[place], logprobs={}, entropies=None)
 
     def fail(self, step: int, reason: Reason, message: str, *, traceparent: str = "") -> None:
-        """The step left the weights as they were; every step queued behind it fails with it."""
+        """The step left the weights as they were. Steps queued behind it fail with it."""
         assert step in self._unfinished, f"step {step} is not running"
         self._unfinished.remove(step)
         self._move(step, StepState.FAILED, reason=reason.name, message=message, traceparent=traceparent)
@@ -273,14 +267,14 @@ Work = Batch | SaveRequest
 
 class TrainingQueue:
     """Gives one run's batches and save requests to the training thread, and its reports to watchers. Made on the event
-    loop that serves it. With `held` it accepts batches but gives none out until `open` is called."""
+    loop that serves it. With `held` it gives nothing out until `open` is called."""
 
     def __init__(self, book: StepBook, changed: Pulse, *, held: bool = False) -> None:
         """`changed` beats after each change; the queues of a trainer share it."""
         self.book = book
         self.closed = False
         self.on_suspended: Callable[[], None] = lambda: None
-        """Called on the event loop once the trainer has suspended the run."""
+        """Called on the event loop."""
         book.phase = RunPhase.CREATING if held else RunPhase.ACTIVE
         self._loop = asyncio.get_running_loop()
         self._changed = changed
@@ -289,7 +283,7 @@ class TrainingQueue:
     # --- on the event loop --------------------------------------------------------------------
 
     def submit(self, batch: Batch, digest: str) -> Accepted:
-        """Queues a verified batch. Raises MeshError as StepBook.accept."""
+        """Raises MeshError as StepBook.accept."""
         answer = self.book.accept(batch, digest)
         self._changed.beat()
         return answer
@@ -306,7 +300,7 @@ class TrainingQueue:
             await changed.wait()
 
     async def save_checkpoint(self, *, weights_only: bool) -> tuple[int, Path]:
-        """Has the training thread write a checkpoint after the step it is at; returns its step and folder."""
+        """Returns step and folder of a checkpoint that is written after the step at hand."""
         if self.closed:
             raise MeshError(Reason.DRAINING, "the trainer has finished; its last checkpoint is on disk if ckpt is on")
         request = SaveRequest(weights_only=weights_only)
@@ -316,8 +310,8 @@ class TrainingQueue:
         return await asyncio.wrap_future(request.saved)
 
     async def drain(self) -> int:
-        """Takes no more batches and returns the last finished step, once those accepted are trained. Those of a
-        suspended run are not waited for."""
+        """Takes no more batches, and returns the last finished step once those accepted are trained, unless the run is
+        suspended."""
         self.book.draining = True
         while not (self.book.idle or self.closed or self.book.suspension):
             await self._changed.next()
@@ -332,7 +326,7 @@ class TrainingQueue:
         self._changed.beat()
 
     async def at_rest(self) -> None:
-        """Returns once no step of the run trains or is being published, or the run is suspended over one."""
+        """Returns once no step trains or is being published, or the run is suspended over one."""
         while self.book.unfinished and self.book.suspension is None and not self.closed:
             await self._changed.next()
 
@@ -345,7 +339,6 @@ class TrainingQueue:
         self._changed.beat()
 
     def poll(self) -> Work | None:
-        """Takes the next work; None when there is none now."""
         if self.closed or self.book.phase is not RunPhase.ACTIVE:
             return None
         if self._saves:
@@ -358,14 +351,11 @@ class TrainingQueue:
     # --- on the training thread ---------------------------------------------------------------
 
     def finished(self, step: int, *, tokens: int, **done: Unpack[Done]) -> None:
-        """Reports a step as DONE; `tokens` are those that the run has trained in all."""
         self._report(lambda: self.book.finish(step, tokens=tokens, **done))
 
     def failed(
         self, step: int, reason: Reason, message: str, *, traceparent: str = "", suspension: Suspension | None = None
     ) -> None:
-        """Reports a step as FAILED, and with a `suspension` that it suspends the run."""
-
         def fail() -> None:
             self.book.fail(step, reason, message, traceparent=traceparent)
             if suspension is not None:
@@ -374,7 +364,7 @@ class TrainingQueue:
         self._report(fail)
 
     def suspend(self, suspension: Suspension) -> None:
-        """Suspends the run: what waits stays, and no more is given out or taken in."""
+        """Batches that wait stay; none is given out or taken in."""
         self._report(lambda: self._suspend(suspension))
 
     def _suspend(self, suspension: Suspension) -> None:
@@ -385,7 +375,7 @@ class TrainingQueue:
         self._report(lambda: self.book.saved(step))
 
     def crashed(self, message: str) -> None:
-        """Fails every unfinished step and closes the queue: the training thread cannot go on."""
+        """The training thread cannot go on: fails every unfinished step and closes the queue."""
         self._report(lambda: self.book.fail_all(Reason.STEP_FAILED, message))
         self._loop.call_soon_threadsafe(self.close)
 

@@ -1,4 +1,4 @@
-"""The runs that a trainer trains: TrainerService finds a run's queue by its id, the training thread takes from all."""
+"""The runs of a trainer: TrainerService finds a run's queue by its id, the training thread takes work from all."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True)
 class Taken:
-    """Work of the training thread: calls first, then one piece of work of each run."""
+    """Calls, which come first, and one piece of work of each run."""
 
     calls: tuple[Callable[[], None], ...]
     work: Mapping[str, Work]
@@ -27,10 +27,8 @@ class RunTable:
     """The queue of each run. Made on the event loop that serves them."""
 
     def __init__(self, own: StepBook, *, held: bool = False, complete: bool = True) -> None:
-        """An empty run_id stands for `own`. With `held` its queue gives no work out until its `open` is called.
-
-        Until it is `complete`, runs of an earlier start may still come.
-        """
+        """`held`: the own queue gives no work out until its `open` is called. Until it is `complete`, runs of an
+        earlier start may still come."""
         self.complete = complete
         self._loop = asyncio.get_running_loop()
         self.changed = Pulse()
@@ -43,7 +41,6 @@ class RunTable:
         return iter(self._queues.values())
 
     def put(self, queue: TrainingQueue) -> None:
-        """Finds this queue under its run's name from here on."""
         self._queues[queue.book.run_id] = queue
 
     def remove(self, run_id: str) -> None:
@@ -74,10 +71,8 @@ class RunTable:
         return queue
 
     async def call(self, work: Callable[[], Result]) -> Result:
-        """Has the training thread run `work` between two turns, and returns its result or raises its error.
-
-        Raises MeshError DRAINING when the trainer ends before.
-        """
+        """Has the training thread run `work` between two turns. Raises its error, and DRAINING when the trainer ends
+        before."""
         if self.own.closed:
             raise MeshError(Reason.DRAINING, "the trainer ends; ask the next one")
         done: Future[Result] = Future()
@@ -96,11 +91,8 @@ class RunTable:
         return await asyncio.wrap_future(done)
 
     def take(self, idle: Set[str], *, wait: bool, until: Callable[[], bool] = lambda: False) -> Future[Taken | None]:
-        """For the training thread: all calls, and the next work of each of the `idle` runs that has some.
-
-        With `wait` it is done once there is something, or `until` holds after a report. None when the own queue is
-        closed.
-        """
+        """For the training thread: all calls, and the next work of each of the `idle` runs; None once the own queue is
+        closed. With `wait` it is done once there is something, or `until` holds after a report."""
         return asyncio.run_coroutine_threadsafe(self._take(idle, wait, until), self._loop)
 
     async def _take(self, idle: Set[str], wait: bool, until: Callable[[], bool]) -> Taken | None:
