@@ -74,8 +74,11 @@ def test_a_mixture_with_loader_processes_resumes_to_the_bit(folder: Path, tmp_pa
     assert last["progress/many/ratio_tokens"] + last["progress/few/ratio_tokens"] == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("lora", [None, LoraConfig(rank=4, dropout=0.2)], ids=["full", "lora with dropout"])
-@pytest.mark.parametrize("save_async", [False, True], ids=["saved", "saved in the background"])
+@pytest.mark.parametrize(
+    ("lora", "save_async"),
+    [(None, True), (LoraConfig(rank=4, dropout=0.2), False)],
+    ids=["full, saved in the background", "lora with dropout"],
+)
 def test_ten_steps_resumed_for_ten_are_twenty(
     folder: Path, tmp_path: Path, lora: LoraConfig | None, save_async: bool
 ) -> None:

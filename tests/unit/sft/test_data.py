@@ -1,4 +1,4 @@
-"""Rows of conversations: what is read, and what is refused."""
+"""Rows that are refused; `test_rows_table` has what is read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from meshrl.sft.data.conversations import DataError
 from meshrl.sft.data.sources import open_parts
 
 USER = {"role": "user", "content": "hi"}
-ASSISTANT = {"role": "assistant", "content": "ho"}
 
 
 @pytest.fixture
@@ -26,35 +25,6 @@ def write(tmp_path: Path) -> Callable[..., DataConfig]:
         return DataConfig(name=str(path))
 
     return write_rows
-
-
-def test_completion_follows_the_prompt_and_only_it_is_learned(write: Any) -> None:
-    (conversation,) = load_conversations(write({"prompt": [USER], "completion": [ASSISTANT]}))
-    assert conversation.messages == (USER, ASSISTANT)
-    assert conversation.learn_from == 1
-
-
-def test_plain_strings_become_messages_of_user_and_assistant(write: Any) -> None:
-    (conversation,) = load_conversations(write({"prompt": "hi", "completion": "ho"}))
-    assert conversation.messages == (USER, ASSISTANT)
-
-
-def test_messages_take_precedence_over_prompt_and_completion(write: Any) -> None:
-    row = {"messages": [ASSISTANT], "prompt": [USER], "completion": [ASSISTANT]}
-    (conversation,) = load_conversations(write(row))
-    assert conversation.messages == (ASSISTANT,)
-    assert conversation.learn_from == 0
-
-
-def test_tools_are_taken_as_list_or_json_and_tool_defs_get_their_envelope(write: Any) -> None:
-    function = {"name": "add", "parameters": {}}
-    envelope = {"type": "function", "function": function}
-    rows = [
-        {"messages": [USER], "tools": [envelope]},
-        {"messages": [USER], "tools": json.dumps([envelope])},
-        {"messages": [USER], "tool_defs": [function]},
-    ]
-    assert [conversation.tools for conversation in load_conversations(write(*rows))] == [(envelope,)] * 3
 
 
 @pytest.mark.parametrize(
@@ -73,11 +43,6 @@ def test_tools_are_taken_as_list_or_json_and_tool_defs_get_their_envelope(write:
 def test_bad_rows_are_named(write: Any, row: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         load_conversations(write(row))
-
-
-def test_a_missing_file_is_named() -> None:
-    with pytest.raises(DataError, match=r"'nowhere\.jsonl': there is no such file"):
-        load_conversations(DataConfig(name="nowhere.jsonl"))
 
 
 def test_a_byte_order_mark_before_a_list_is_passed_over(tmp_path: Path) -> None:

@@ -61,14 +61,6 @@ def test_a_renderer_learns_what_the_model_samples_whatever_the_template_does_wit
     assert learned(qwen, sample) == f"{CALLED}<|im_end|>ba<|im_end|><think>\nso\n</think>\n\ndc<|im_end|>"
 
 
-def test_a_renderer_and_the_template_agree_on_a_single_turn(qwen: Any) -> None:
-    conversation = Conversation(row="row 0", messages=(*MESSAGES[:2], MESSAGES[-1]), learn_from=2)
-    ours = ConversationTokenizer(qwen, Renderers(qwen, {"name": "qwen3"}), learned_roles=LEARNED)(conversation)
-    theirs = ConversationTokenizer(qwen, None, learned_roles=LEARNED)(conversation)
-    assert ours.token_ids.tolist() == theirs.token_ids.tolist()
-    assert ours.loss_mask.tolist() == theirs.loss_mask.tolist()
-
-
 def test_of_tools_and_users_a_renderer_learns_the_text_alone(qwen: Any) -> None:
     conversation = Conversation(row="row 0", messages=MESSAGES, tools=(TOOL,))
     renderers = Renderers(qwen, {"name": "qwen3"})
@@ -79,12 +71,6 @@ def test_of_tools_and_users_a_renderer_learns_the_text_alone(qwen: Any) -> None:
         learned(qwen, ConversationTokenizer(qwen, renderers, learned_roles=frozenset({"user", "system"}))(conversation))
         == "Sabcd"
     )
-
-
-def test_a_prompt_is_context_for_a_renderer_too(qwen: Any) -> None:
-    conversation = Conversation(row="row 0", messages=MESSAGES, learn_from=7)
-    sample = ConversationTokenizer(qwen, Renderers(qwen, {"name": "qwen3"}), learned_roles=LEARNED)(conversation)
-    assert learned(qwen, sample) == "<think>\nso\n</think>\n\ndc<|im_end|>"
 
 
 def test_chat_template_kwargs_reach_template_and_renderer(qwen: Any) -> None:
@@ -134,3 +120,18 @@ def test_a_chat_template_is_taken_by_name_from_a_file_or_as_text(tmp_path: Path)
     assert template(None) == create_tokenizer().chat_template
     with pytest.raises(ModelError, match=r"'qwen5' is neither a template that comes with sft \(qwen3\), nor a file"):
         template("qwen5")
+
+
+def test_tokens_are_those_of_the_chat_template_and_other_roles_are_learned_with_their_header() -> None:
+    tokenizer = create_tokenizer()
+    conversation = Conversation(row="row 0", messages=(MESSAGES[0], MESSAGES[1], MESSAGES[5]))
+    sample = ConversationTokenizer(tokenizer, None, learned_roles=frozenset({"user"}))(conversation)
+    assert sample.token_ids.tolist() == tokenizer.apply_chat_template(list(conversation.messages), return_dict=False)
+    assert learned(tokenizer, sample) == "<|im_start|>user\nab<|im_end|>"
+
+
+def test_a_tokenizer_without_a_template_is_refused() -> None:
+    bare = create_tokenizer()
+    bare.chat_template = None
+    with pytest.raises(DataError, match="row 0: the tokenizer cannot render messages"):
+        ConversationTokenizer(bare, None, learned_roles=LEARNED)(Conversation(row="row 0", messages=MESSAGES[:2]))
