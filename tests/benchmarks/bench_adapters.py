@@ -19,8 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
-from contextlib import suppress
 from pathlib import Path
 
 import aiohttp
@@ -28,6 +26,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from engine_load import is_healthy
 from meshrl.machine.ports import bound, port_of
 from meshrl.versions.peft import config_table, write_folder
 from meshrl.wire.types import AdapterConfig
@@ -199,11 +198,9 @@ def bench(arguments: argparse.Namespace, folder: Path) -> None:
 
 def wait_until_healthy(url: str, engine: subprocess.Popen[bytes]) -> None:
     ends = time.monotonic() + START_S
-    while True:
+    while not is_healthy(url):
         if engine.poll() is not None or time.monotonic() > ends:
             raise SystemExit("the engine is not up")
-        with suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=2):
-            return
         time.sleep(0.5)
 
 

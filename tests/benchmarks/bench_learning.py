@@ -19,8 +19,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -28,6 +26,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "support"))
 
+from engine_load import is_healthy
 from learning_rows import Job, jobs
 from local_ports import free_port
 from meshrl.launch.demo_report import EVAL_SCORE, read_records
@@ -194,21 +193,13 @@ def serving(model: Path, folder: Path, cores: Sequence[int]) -> Iterator[str]:
     engine = started([*map(str, command)], log, cores)
     try:
         give_up_at = time.monotonic() + ENGINE_DEADLINE_S
-        while not answers(f"http://127.0.0.1:{port}/health"):
+        while not is_healthy(f"http://127.0.0.1:{port}"):
             if engine.poll() is not None or time.monotonic() > give_up_at:
                 raise RuntimeError(f"the teacher's engine did not start; see {log}")
             time.sleep(0.5)
         yield f"http://127.0.0.1:{port}"
     finally:
         end(engine)
-
-
-def answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=5.0):
-            return True
-    except (urllib.error.URLError, OSError):
-        return False
 
 
 def held_out(metrics: Path) -> dict[str, list[tuple[int, float]]]:

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from meshrl.core.paths import Layout
 from meshrl.launch import demo
+from meshrl.wire.growing_file import GrowingFile
 from meshrl.wire.text_table import markdown_head, markdown_row
 from soak_figures import PROGRAMS, Process, Rule, Sample, Verdict, as_json, disk_parts, judge, look_at
 
@@ -72,7 +73,7 @@ class Soak:
         self.layout = Layout(output_dir)
         self.console = output_dir.with_suffix(".console")
         self.samples: list[Sample] = []
-        self._step, self._offset = 0, 0
+        self._step, self._metrics = 0, GrowingFile(self.layout.metrics_jsonl)
         own = ["--model.name", model, "--max-steps", steps, "--output-dir", output_dir, *SHORT_STEPS, *flags]
         command = [sys.executable, "-m", "meshrl.launch.main", "@", "configs/reverse_text/rl.toml", *map(str, own)]
         with self.console.open("wb") as out:
@@ -81,16 +82,9 @@ class Soak:
 
     def step(self) -> int:
         """The last step with a record; reads what was added to metrics.jsonl since."""
-        if not self.layout.metrics_jsonl.exists():
-            return 0
-        with self.layout.metrics_jsonl.open("rb") as file:
-            file.seek(self._offset)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break
-                self._offset += len(line)
-                if "time/step" in (record := json.loads(line)):
-                    self._step = int(record["step"])
+        for line in self._metrics.read_on():
+            if "time/step" in (record := json.loads(line)):
+                self._step = int(record["step"])
         return self._step
 
     def pids(self) -> dict[str, int]:

@@ -23,8 +23,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import product
@@ -39,7 +37,7 @@ from loguru import logger
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine_load import Load
+from engine_load import Load, is_healthy
 from local_ports import free_port
 from meshrl.client import WeightSyncClient
 from meshrl.core.config.shared import WeightBroadcastConfig
@@ -223,7 +221,7 @@ class Mesh:
                 )
             )  # fmt: skip
         end_s = time.monotonic() + 300.0
-        while not all(map(self._healthy, self.ports)):
+        while not all(is_healthy(f"http://127.0.0.1:{port}") for port in self.ports):
             ended = any(program.poll() is not None for program in self.programs)
             if ended or time.monotonic() > end_s:
                 raise SystemExit(self.last_words())
@@ -240,13 +238,6 @@ class Mesh:
         command = [python, "-m", f"meshrl.{program}.main", "--output-dir", str(self.folder), *flags]
         with (self.folder / f"{log or program}.out").open("wb") as out:
             return subprocess.Popen(command, env=environ, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
-
-    def _healthy(self, port: int) -> bool:
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2):
-                return True
-        except (urllib.error.URLError, OSError):
-            return False
 
     def measure(self, transport: str, epoch: int, deltas: str) -> list[dict[str, float]]:
         """Runs the trainer's ranks over one transport; the records of its versions."""

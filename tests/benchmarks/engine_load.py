@@ -1,4 +1,4 @@
-"""Keeps an engine busy while something else is measured; in a process of its own, so that it takes no time of that.
+"""Keeps an engine busy while something else is measured, from a process of its own; and whether an engine answers.
 
 python tests/benchmarks/engine_load.py PORT COUNT       # COUNT requests in flight until it is ended
 """
@@ -8,8 +8,16 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import urllib.request
+from contextlib import suppress
 
 import aiohttp
+
+
+def is_healthy(url: str) -> bool:
+    with suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5.0):
+        return True
+    return False
 
 
 class Load:

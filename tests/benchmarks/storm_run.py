@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import itertools
 import json
 import re
@@ -14,13 +13,15 @@ import time
 import tomllib
 from collections import Counter
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from engine_load import is_healthy
 from meshrl.launch.ports import FreePorts
+from meshrl.wire.growing_file import GrowingFile
 
 END_S = 180.0
 POLL_S = 0.05
@@ -35,7 +36,7 @@ class Steps:
     """Follows metrics.jsonl on a thread: when each step was completed, steps that were done again included."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._metrics = GrowingFile(path)
         self._lock = threading.Lock()
         self._times: list[float] = []
         self._newest = 0
@@ -73,16 +74,8 @@ class Steps:
         return max((after - earlier for earlier, after in itertools.pairwise(points)), default=0.0)
 
     def _follow(self) -> None:
-        offset = 0
         while not self._ended.wait(POLL_S):
-            if not self._path.exists():
-                continue
-            with self._path.open("rb") as file:
-                file.seek(offset)
-                data = file.read()
-            whole = data[: data.rfind(b"\n") + 1]
-            offset += len(whole)
-            records = [json.loads(line) for line in whole.splitlines()]
+            records = [json.loads(line) for line in self._metrics.read_on()]
             done = [int(record["step"]) for record in records if "time/step" in record]
             with self._lock:
                 self._times += [time.monotonic()] * len(done)
@@ -123,7 +116,7 @@ class Run:
         if program == "orchestrator":
             return _serves(self._orchestrator_port)
         port = tomllib.loads((self.output_dir / "configs" / f"{program}.toml").read_text())["server"]["port"]
-        return _answers(port) if program == "inference" else _serves(port)
+        return is_healthy(f"http://127.0.0.1:{port}") if program == "inference" else _serves(port)
 
     def wait(self, condition: Callable[[], bool], deadline_s: float, what: str) -> None:
         """Raises StormError when the run ends, or it takes longer than `deadline_s`."""
@@ -159,12 +152,4 @@ def _serves(port: int) -> bool:
         with suppress(grpc.RpcError):
             reply = stub.Check(health_pb2.HealthCheckRequest(), timeout=1.0)
             return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
-    return False
-
-
-def _answers(port: int) -> bool:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=1.0)
-    with suppress(OSError, http.client.HTTPException), closing(connection):
-        connection.request("GET", "/health")
-        return connection.getresponse().status == http.client.OK
     return False

@@ -20,6 +20,7 @@ from aiohttp import web
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from character_tokenizer import ALPHABET, END
+from http_servers import serving_http
 from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.inference.engine import GenerateRequest, HostVersion, TokenChunk
 from meshrl.inference.http.app import InferenceServer
@@ -120,15 +121,11 @@ async def serving(model: Qwen3ForCausalLM, seed: int) -> AsyncIterator[TappedEng
     engine.start()
     app = InferenceServer(engine, model_name="policy", codec=None).app()
     app.middlewares.append(noting_the_session)
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    engine.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     swapping = asyncio.create_task(engine.swap_often(seed))
     try:
-        yield engine
+        async with serving_http(app, handler_cancellation=True, access_log=None) as engine.url:
+            yield engine
     finally:
         swapping.cancel()
         await asyncio.wait({swapping})
-        await runner.cleanup()
         await engine.close()

@@ -21,6 +21,7 @@ import numpy as np
 from aiohttp import web
 
 from character_tokenizer import ALPHABET, END, save_character_tokenizer
+from http_servers import serving_http
 
 HEAD = "{% for tool in tools or [] %}tool {{ tool.function.name }}\n{% endfor %}"
 CALLS = "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
@@ -81,14 +82,8 @@ class RecordedEngine:
         app.router.add_post("/inference/v1/generate", self._generate)
         app.router.add_get("/version", self._version)
         app.router.add_get("/health", self._health)
-        runner = web.AppRunner(app, shutdown_timeout=0.1, access_log=None)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        try:
+        async with serving_http(app, access_log=None) as self.url:
             yield self
-        finally:
-            await runner.cleanup()
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response()
