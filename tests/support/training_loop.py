@@ -1,11 +1,14 @@
 """A training loop on its own thread with a real queue, learner and run; only the hub is a list."""
 
+from __future__ import annotations
+
 import asyncio
 import queue
 import threading
 from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -86,7 +89,7 @@ class Hub:
             self.pending.append(done)
             self._arrivals.put(done)
         else:
-            done.set_result(REPORT)
+            done.set_result(replace(REPORT, version=version, artifact_id=f"artifact-{version}"))
         return done
 
     async def next_pending(self) -> Future[Any]:
@@ -94,17 +97,25 @@ class Hub:
 
 
 class Running:
+    """A trainer of one run, `main`, or that of `book`."""
+
     def __init__(
-        self, trained: Trained, folder: Path, ckpt: CheckpointConfig | None, publish_deadline_s: float = DEADLINE_S
+        self,
+        folder: Path,
+        ckpt: CheckpointConfig | None = None,
+        trained: Trained | None = None,
+        publish_deadline_s: float = DEADLINE_S,
+        book: StepBook | None = None,
+        progress: Progress | None = None,
     ) -> None:
-        self.trained = trained
-        self.progress = Progress()
+        self.trained = trained = trained or build()
+        self.progress = progress or Progress()
         self.hub = Hub()
         self.exporter = InMemorySpanExporter()
         provider = TracerProvider()
         provider.add_span_processor(SimpleSpanProcessor(self.exporter))
-        table = RunTable(StepBook(run_id="main", epoch=1, start_step=trained.run.step_done))
-        self.queue = table.own
+        self.table = RunTable(book or StepBook(run_id="main", epoch=1, start_step=trained.run.step_done))
+        self.queue = self.table.own
         self.checkpointer = Checkpointer(*trained, folder, tokenizer=None)
         self.error: BaseException | None = None
         commands = CommandSender(trained.learner.parallel)
@@ -123,7 +134,7 @@ class Running:
             ckpt=ckpt,
             release=lambda: self.released_after.append(sorted(self.hub.versions)),
         )
-        self.loop = TrainerLoop(table, [training], commands)
+        self.loop = TrainerLoop(self.table, training, commands)
         self.released_after: list[list[int]] = []  # versions that were published when memory was given back
         self.thread = threading.Thread(target=self._run, daemon=True)  # a test that fails must not hang the others
 
@@ -149,13 +160,8 @@ class Running:
 
 
 @asynccontextmanager
-async def running(
-    folder: Path,
-    ckpt: CheckpointConfig | None = None,
-    trained: Trained | None = None,
-    publish_deadline_s: float = DEADLINE_S,
-) -> AsyncIterator[Running]:
-    trainer = Running(trained or build(), folder, ckpt, publish_deadline_s)
+async def running(folder: Path, ckpt: CheckpointConfig | None = None, **more: Any) -> AsyncIterator[Running]:
+    trainer = Running(folder, ckpt, **more)
     trainer.thread.start()
     try:
         yield trainer

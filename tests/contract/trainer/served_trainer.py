@@ -4,57 +4,39 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import grpc
 import numpy as np
 import pytest
-import torch
-from opentelemetry import trace
 
-from meshrl.algorithms.losses import aipo_loss
-from meshrl.algorithms.objective import Objective
 from meshrl.algorithms.packing import TrainSample, pack_samples
 from meshrl.client import ChannelOptions, TrainerClient
 from meshrl.core.config.shared import ServerConfig
 from meshrl.core.rpc.serve import GrpcServer
-from meshrl.models.logprobs import PackedPolicy
-from meshrl.trainer.loop import TrainerLoop
-from meshrl.trainer.publishing.publisher import PublishReport
-from meshrl.trainer.ranks.commands import CommandSender
-from meshrl.trainer.run_training import RunTraining, RunVersions
 from meshrl.trainer.runs.steps import StepBook, TrainingQueue
-from meshrl.trainer.runs.table import RunTable
 from meshrl.trainer.service import TrainerServicer
-from meshrl.training.checkpoints.checkpointer import Checkpointer
-from meshrl.training.config import OptimConfig
-from meshrl.training.learner import Learner
 from meshrl.v1 import trainer_pb2 as pb
 from meshrl.v1 import trainer_pb2_grpc as pb_grpc
-from meshrl.versions.progress import Progress
 from meshrl.wire.errors import MeshError, from_rpc_error
 from meshrl.wire.types import Batch, StepEvent, StepState, TrainerInfo
-from tiny_qwen3 import tiny_qwen3
+from tiny_qwen3 import SHAPE
 from trained import Trained
+from training_loop import running
 
-VOCAB = 16
+VOCAB = SHAPE["vocab_size"]
 
 
 @dataclass(kw_only=True)
 class Mesh:
-    """A trainer behind its server; versions are published when `gate` is open."""
+    """A trainer behind its server."""
 
     client: TrainerClient
-    server: GrpcServer
     queue: TrainingQueue
     address: str
-    gate: threading.Event
     drained: asyncio.Event
     trained: Trained
     thread: threading.Thread
@@ -84,14 +66,6 @@ class Mesh:
         return from_rpc_error(caught.value)
 
 
-def build() -> Trained:
-    return Trained.by(
-        Learner(PackedPolicy(tiny_qwen3(vocab_size=VOCAB))),
-        Objective(loss=partial(aipo_loss, delta=4.0), name="aipo"),
-        OptimConfig(lr=1e-2),
-    )
-
-
 def trainer_info(*, dp_size: int, max_queued_batches: int) -> TrainerInfo:
     return TrainerInfo(
         world_size=1,
@@ -109,50 +83,25 @@ def trainer_info(*, dp_size: int, max_queued_batches: int) -> TrainerInfo:
 @asynccontextmanager
 async def serving(output_dir: Path, *, dp_size: int = 1) -> AsyncIterator[Mesh]:
     """A trainer of one process, whatever it says of its `dp_size`, that keeps its checkpoints in `output_dir`."""
-    gate, drained, trained = threading.Event(), asyncio.Event(), build()
-    gate.set()
-
-    def publish(version: int, weights: Mapping[str, torch.Tensor], traceparent: str) -> Future[Any]:
-        done: Future[Any] = Future()
-        gate.wait(60.0)
-        done.set_result(PublishReport(version=version, artifact_id=f"artifact-{version}", root=b"", num_bytes=0))
-        return done
-
-    table = RunTable(StepBook(run_id="main", epoch=7, max_queued=1, checkpoints=output_dir / "checkpoints"))
-    queue, commands = table.own, CommandSender(trained.learner.parallel)
-    training = RunTraining(
-        *trained,
-        queue,
-        Checkpointer(*trained, output_dir, tokenizer=None),
-        RunVersions(capture=lambda version: {}, publish=publish, progress=Progress(), stall_s=20),
-        commands,
-        trace.NoOpTracer(),
-        ckpt=None,
-    )
-    loop = TrainerLoop(table, [training], commands)
-    info = trainer_info(dp_size=dp_size, max_queued_batches=1)
-    server = GrpcServer(ServerConfig(port=0))
-    servicer = TrainerServicer(table, info, on_drained=drained.set)
-    server.add("meshrl.v1.TrainerService", pb_grpc.add_TrainerServiceServicer_to_server, servicer)
-    address = f"127.0.0.1:{await server.start()}"
-    thread = threading.Thread(target=loop.run, daemon=True)  # a test that fails must not hang the others
-    thread.start()
-    server.set_serving()
-    async with TrainerClient(address, ChannelOptions(reconnect_s=1.0)) as client:
-        yield Mesh(
-            client=client,
-            server=server,
-            queue=queue,
-            address=address,
-            gate=gate,
-            drained=drained,
-            trained=trained,
-            thread=thread,
-        )
-    gate.set()
-    queue.close()
-    await asyncio.to_thread(thread.join, 20)
-    await server.drain(1.0)
+    book = StepBook(run_id="main", epoch=7, max_queued=1, checkpoints=output_dir / "checkpoints")
+    async with running(output_dir, book=book) as trainer:
+        drained, server = asyncio.Event(), GrpcServer(ServerConfig(port=0))
+        info = trainer_info(dp_size=dp_size, max_queued_batches=1)
+        servicer = TrainerServicer(trainer.table, info, on_drained=drained.set)
+        server.add("meshrl.v1.TrainerService", pb_grpc.add_TrainerServiceServicer_to_server, servicer)
+        address = f"127.0.0.1:{await server.start()}"
+        server.set_serving()
+        async with TrainerClient(address, ChannelOptions(reconnect_s=1.0)) as client:
+            yield Mesh(
+                client=client,
+                queue=trainer.queue,
+                address=address,
+                drained=drained,
+                trained=trainer.trained,
+                thread=trainer.thread,
+            )
+        trainer.queue.close()
+        await server.drain(1.0)
 
 
 def batch(step: int, *, advantage: float = 1.0, run_id: str = "", token: int = 3, length: int | None = None) -> Batch:

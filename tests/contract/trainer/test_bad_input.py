@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
-import pytest
 import torch
 from blake3 import blake3
 from torch import nn
@@ -12,8 +11,8 @@ from torch import nn
 from meshrl.models.state import hf_state
 from meshrl.v1 import trainer_pb2 as pb
 from meshrl.wire import tensors
-from meshrl.wire.convert import batch_digest, batch_to_messages
-from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.convert import batch_to_messages
+from meshrl.wire.errors import Reason
 from meshrl.wire.types import Batch, MicroBatch, StepState
 from served_trainer import VOCAB, Mesh, batch
 from trained import Trained
@@ -77,40 +76,32 @@ CASES: dict[str, tuple[Callable[[MicroBatch], Batch], str]] = {
         lambda row: wrong(row, "env_index", np.array([0, 7], np.int32)),
         "env_index",
     ),
+    "a-first-token-to-learn": (
+        lambda row: wrong(row, "loss_mask", np.arange(10) != 5),
+        "loss_mask",
+    ),
     "a-rank-that-is-not-there": (lambda row: changed(row, dp_rank=3), "dp_rank"),
 }
 
 
-async def refusal(mesh: Mesh, bad: Batch) -> MeshError:
-    """Submits a bad batch to a trainer that has made a step; nothing of it may stay, and the next step works."""
+async def test_a_bad_row_is_refused_by_the_name_of_its_field_and_the_next_step_works(mesh: Mesh) -> None:
     await mesh.client.submit_batch(batch(1))
     await mesh.until(StepState.DONE, 1)
     before, revision = fingerprint(mesh.trained), (await mesh.client.list_runs())[0].revision
-    error = await mesh.refused(replace(bad, step=2))
+    (row,) = batch(1).micro_batches
+    for case, (make, field) in CASES.items():
+        error = await mesh.refused(replace(make(row), step=2))
+        assert error.reason is Reason.INVALID_REQUEST, case
+        assert f"micro_batches[0].{field}" in {violation.field for violation in error.violations}, case
+    error = await mesh.refused(batch(2, length=40))
+    assert error.reason is Reason.INVALID_REQUEST
+    told = [(violation.field, violation.description) for violation in error.violations]
+    assert told == [("micro_batches[0].token_ids", "takes at most 32, got 40")]
     assert fingerprint(mesh.trained) == before
     assert (await mesh.client.list_runs())[0].revision == revision
     await mesh.client.submit_batch(batch(2))
     assert (await mesh.until(StepState.DONE, 2)).version == 2
     assert fingerprint(mesh.trained) != before
-    return error
-
-
-@pytest.mark.parametrize("case", CASES)
-async def test_a_bad_row_is_refused_by_the_name_of_its_field(mesh: Mesh, case: str) -> None:
-    make, field = CASES[case]
-    (row,) = batch(1).micro_batches
-    error = await refusal(mesh, make(row))
-    assert error.reason is Reason.INVALID_REQUEST
-    assert f"micro_batches[0].{field}" in {violation.field for violation in error.violations}
-
-
-async def test_a_row_longer_than_seq_len_is_refused_with_both_lengths(mesh: Mesh) -> None:
-    long = batch(1, length=40)
-    error = await refusal(mesh, long)
-    assert error.reason is Reason.INVALID_REQUEST
-    assert [(v.field, v.description) for v in error.violations] == [
-        ("micro_batches[0].token_ids", "takes at most 32, got 40")
-    ]
 
 
 async def test_a_batch_that_does_not_divide_over_the_ranks_is_refused(two_ranks: Mesh) -> None:
@@ -122,23 +113,16 @@ async def test_a_batch_that_does_not_divide_over_the_ranks_is_refused(two_ranks:
     assert (await two_ranks.client.list_runs())[0].revision == 0
 
 
-@pytest.mark.parametrize(
-    ("step", "run_id", "reason"),
-    [(1, "", Reason.BATCH_CONFLICT), (5, "", Reason.STEP_OUT_OF_ORDER), (2, "other", Reason.UNKNOWN_RUN)],
-    ids=["a step that is done", "a gap", "a run that is not there"],
-)
-async def test_a_batch_at_the_wrong_place_changes_nothing(mesh: Mesh, step: int, run_id: str, reason: Reason) -> None:
-    await mesh.client.submit_batch(batch(1))
-    await mesh.until(StepState.DONE, 1)
-    before = fingerprint(mesh.trained)
-    assert (await mesh.refused(batch(step, run_id=run_id, token=7))).reason is reason
-    assert fingerprint(mesh.trained) == before
-
-
-async def test_a_step_that_is_done_is_not_trained_again_when_its_batch_is_repeated(mesh: Mesh) -> None:
+async def test_a_batch_at_the_wrong_place_or_a_repeated_one_changes_nothing(mesh: Mesh) -> None:
     first = await mesh.client.submit_batch(batch(1))
     await mesh.until(StepState.DONE, 1)
     before = fingerprint(mesh.trained)
+    for step, run_id, reason in (
+        (1, "", Reason.BATCH_CONFLICT),
+        (5, "", Reason.STEP_OUT_OF_ORDER),
+        (2, "other", Reason.UNKNOWN_RUN),
+    ):
+        assert (await mesh.refused(batch(step, run_id=run_id, token=7))).reason is reason
     assert await mesh.client.submit_batch(batch(1)) == first
     assert (await mesh.client.list_runs())[0].step == 1
     assert fingerprint(mesh.trained) == before
@@ -168,24 +152,19 @@ def _no_header(messages: list[pb.SubmitBatchRequest]) -> None:
     del messages[0]
 
 
-@pytest.mark.parametrize(
-    ("spoil", "reason"),
-    [
+async def test_an_upload_that_broke_on_its_way_leaves_nothing_and_may_be_sent_again(mesh: Mesh) -> None:
+    before = fingerprint(mesh.trained)
+    for spoil, reason in (
         (_other_digest, Reason.BATCH_DIGEST_MISMATCH),
         (_other_token, Reason.BATCH_DIGEST_MISMATCH),
         (_fewer_loss_tokens, Reason.INVALID_REQUEST),
         (_half_a_tensor, Reason.INVALID_REQUEST),
         (_no_row, Reason.INVALID_REQUEST),
         (_no_header, Reason.INVALID_REQUEST),
-    ],
-)
-async def test_an_upload_that_broke_on_its_way_leaves_nothing_and_may_be_sent_again(
-    mesh: Mesh, spoil: Callable[[list[pb.SubmitBatchRequest]], None], reason: Reason
-) -> None:
-    before = fingerprint(mesh.trained)
-    messages = [*batch_to_messages(batch(1))]
-    spoil(messages)
-    assert (await mesh.upload(messages)).reason is reason
+    ):
+        messages = [*batch_to_messages(batch(1))]
+        spoil(messages)
+        assert (await mesh.upload(messages)).reason is reason, spoil.__name__
     assert fingerprint(mesh.trained) == before
     assert (await mesh.client.list_runs())[0].revision == 0
     await mesh.client.submit_batch(batch(1))
@@ -227,8 +206,3 @@ def _too_large_for_a_row_of(tokens: int) -> Callable[[nn.Module, object, torch.T
             torch.empty(1 << 60)  # what the allocator says is real
 
     return allocate
-
-
-def test_batches_of_these_tests_are_signed() -> None:
-    (row,) = batch(1).micro_batches
-    assert batch_digest(with_value(row, "advantages", 2.0)) != batch_digest(batch(1))

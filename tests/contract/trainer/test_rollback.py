@@ -12,7 +12,8 @@ from meshrl.training.checkpoints.checkpointer import Checkpointer
 from meshrl.training.config import CheckpointConfig
 from meshrl.wire.program_state import ProgramState
 from meshrl.wire.types import StepState
-from served_trainer import batch, build, serving
+from served_trainer import batch, serving
+from training_loop import build
 
 
 async def test_a_rollback_ends_the_run_and_keeps_the_step(tmp_path: Path) -> None:

@@ -9,8 +9,10 @@ import torch
 
 from meshrl.models.state import gather_state
 from meshrl.trainer.build import releaser
+from meshrl.versions.progress import Progress
 from meshrl.wire.errors import MeshError
 from meshrl.wire.types import StepState
+from polling import until
 from training_loop import DEADLINE_S, REPORT, ROLLOUT_TRACE, STEP_TRACE, batch, running
 
 
@@ -58,15 +60,24 @@ async def test_next_step_trains_while_a_version_is_published_and_done_waits_for_
         assert (await trainer.until(StepState.DONE, 2)).version == 2
 
 
+class Moving(Progress):
+    """Has always just moved."""
+
+    looks = 0
+
+    def left_s(self, stall_s: float) -> float:
+        self.looks += 1
+        return 0.01
+
+
 async def test_a_publication_that_moves_may_take_longer_than_its_deadline(tmp_path: Path) -> None:
-    async with running(tmp_path, publish_deadline_s=3.0) as trainer:
+    moving = Moving()
+    async with running(tmp_path, publish_deadline_s=0.05, progress=moving) as trainer:
         trainer.hub.held = True
         trainer.queue.submit(batch(1), "a")
         trainer.queue.submit(batch(2), "b")
         first = await trainer.hub.next_pending()
-        for _ in range(20):
-            await asyncio.sleep(0.25)
-            trainer.progress.moved()
+        await until(lambda: moving.looks > 20)
         assert trainer.error is None
         first.set_result(REPORT)
         assert (await trainer.until(StepState.DONE, 1)).version == 1

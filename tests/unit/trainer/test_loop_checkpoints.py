@@ -107,7 +107,7 @@ async def test_weights_that_are_half_updated_end_the_trainer_and_are_never_used(
     def no_memory(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    async with running(tmp_path, CheckpointConfig(interval=1), trained) as trainer:
+    async with running(tmp_path, CheckpointConfig(interval=1), trained=trained) as trainer:
         trainer.queue.submit(batch(1), "1")
         await trainer.until(StepState.DONE, 1)
         whole = gather_state(trained.model)

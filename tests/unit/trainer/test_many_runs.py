@@ -83,7 +83,7 @@ async def test_a_trainer_that_starts_again_brings_each_run_back_at_its_durable_s
 ) -> None:
     async with many_runs(load(model), tmp_path) as mesh:
         for name in RUNS:
-            await mesh.create(name, SAVING, request_id=f"asked for {name}")
+            await mesh.create(name, {"ckpt": {"interval": 2}}, request_id=f"asked for {name}")
         await asyncio.gather(*(mesh.train(name, [1, 2, 3]) for name in RUNS))
         await mesh.host.suspend("odd", "to look at it")
     async with many_runs(load(model), tmp_path) as mesh:

@@ -32,14 +32,15 @@ class Share:
     def __init__(self, rank: int, failure: MeshError | None = None) -> None:
         self.rank, self.failure = rank, failure
         self.progress = Progress()
-        self.slow_s = 0.0  # of the time between two moves of the next call
+        self.slow_s = 0.0  # of the next call, which moves all the time
         self.done: list[int] = []
 
     def carry_out(self, call: Work) -> Answer:
         if self.failure is not None:
             raise self.failure
-        for _ in range(8 if self.slow_s else 0):
-            time.sleep(self.slow_s)
+        ends_s = time.monotonic() + self.slow_s
+        while time.monotonic() < ends_s:
+            time.sleep(0.02)
             self.progress.moved()
         self.done.append(call.version)
         return answer(self.rank)
@@ -75,9 +76,9 @@ def test_a_rank_that_moves_may_take_as_long_as_it_must(monkeypatch: pytest.Monke
     own, other = Share(0), Share(1)
     calls = RankCalls(own, store, num_ranks=2)
     RankCallThread(other, reach_store(f"127.0.0.1:{store.port}", deadline_s=5.0), rank=1)
-    began_s, other.slow_s = own.progress.moved_s, 0.4
-    assert calls.call(Work(version=0), stall_s=2.0) == [answer(0), answer(1)]
-    assert own.progress.moved_s > began_s + 2.0
+    began_s, other.slow_s = own.progress.moved_s, 3.2
+    assert calls.call(Work(version=0), stall_s=3.0) == [answer(0), answer(1)]
+    assert own.progress.moved_s > began_s
 
 
 def test_rank_that_does_not_answer_costs_the_deadline_and_no_more() -> None:

@@ -1,4 +1,4 @@
-"""The queue between the event loop and the training thread: what it holds back, and until when."""
+"""The table of a trainer's runs, and their queues between the event loop and the training thread."""
 
 import asyncio
 
@@ -6,7 +6,7 @@ import pytest
 
 from meshrl.trainer.runs.steps import StepBook, TrainingQueue
 from meshrl.trainer.runs.table import RunTable
-from meshrl.wire.errors import MeshError
+from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Batch
 
 BATCH = Batch(run_id="main", step=1, micro_batches=(), loss_tokens=1, environments=("env",))
@@ -51,3 +51,30 @@ async def test_a_held_desk_that_closes_ends_the_training_thread() -> None:
     work = table.take({"main"}, wait=True)
     table.own.close()
     assert await asyncio.wait_for(asyncio.wrap_future(work), 60.0) is None
+
+
+async def test_a_run_is_found_by_its_name_and_the_only_one_by_none() -> None:
+    alone = RunTable(StepBook(run_id="main", epoch=2))
+    assert alone.find("main") is alone.find("") is alone.own
+    table = RunTable(StepBook(run_id="main", epoch=2, start_step=5))
+    table.put(TrainingQueue(StepBook(run_id="second", epoch=1), table.changed))
+    assert table.find("main") is table.own
+    with pytest.raises(MeshError, match="run_id: must name one of main, second") as unclear:
+        table.find("")
+    assert unclear.value.reason is Reason.INVALID_REQUEST
+    assert [queue.book.info().run_id for queue in table] == ["main", "second"]
+    assert (table.own.book.info().version, table.own.book.info().epoch) == (5, 2)
+    with pytest.raises(MeshError, match="no run 'other' here; this trainer holds 'main', 'second'") as caught:
+        table.find("other")
+    assert caught.value.reason is Reason.UNKNOWN_RUN
+
+
+async def test_a_run_that_may_still_come_is_to_be_asked_for_again() -> None:
+    table = RunTable(StepBook(run_id="main", epoch=2), complete=False)
+    with pytest.raises(MeshError, match="still makes the runs of its last start; try again") as caught:
+        table.find("second")
+    assert caught.value.retryable
+    assert table.find("main") is table.own
+    table.complete = True
+    with pytest.raises(MeshError, match="no run 'second' here"):
+        table.find("second")
