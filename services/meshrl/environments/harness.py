@@ -3,8 +3,7 @@
 verifiers starts it with a task and the address of its interception server, which samples, records and scores. The
 harnesses of verifiers start a program for each rollout; this one is a coroutine, so a rollout costs milliseconds. The
 hosting process (`hosted_by`) samples its turns without HTTP if verifiers does nothing to the requests (`Turns`), shares
-one set of HTTP connections among the others, and learns what each rollout is doing. Without a host a rollout opens its
-own connections.
+one set of HTTP connections among the others, and learns what each rollout is doing.
 """
 
 from __future__ import annotations
@@ -14,20 +13,17 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import aiohttp
-from verifiers.v1.clients import ModelContext
 from verifiers.v1.configs.harness import HarnessConfig
 from verifiers.v1.dialects.chat import message_to_wire, parse_message, parse_tools
 from verifiers.v1.errors import HarnessError, InterceptionError
 from verifiers.v1.harness import Harness, HarnessSession
 from verifiers.v1.harnesses.utils.compaction import CONTEXT_OVERFLOW_MARKERS, bound_tool_message
 from verifiers.v1.harnesses.utils.mcp import MCPConnection, call_mcp
-from verifiers.v1.runtimes import ProgramResult, Runtime
-from verifiers.v1.task import TaskData
-from verifiers.v1.trace import Trace
+from verifiers.v1.runtimes import ProgramResult
 from verifiers.v1.types import AssistantMessage, Message, Messages, Tool, ToolCall
 
 from meshrl.environments.tool_connections import ToolConnections
@@ -69,17 +65,16 @@ class Turns(Protocol):
 
 @dataclass(frozen=True)
 class HarnessHost:
-    """The host's gifts to its conversations: connections, which they leave open, and a listener. `doing(trace_id,
-    what)` gets a conversation's wait besides the model, and "" when that is over. `turns(trace_id)` takes its turns.
-    None if they go over HTTP. `tools` are connections to its tool servers."""
+    """The connections that conversations share, and callbacks by trace id: `doing` gets a conversation's wait besides
+    the model, and "" when that is over; `turns` returns the object that takes its turns, None for HTTP."""
 
     http: aiohttp.ClientSession
+    tools: ToolConnections
     doing: Callable[[str, str], None]
     turns: Callable[[str], Turns | None] = lambda trace_id: None
-    tools: ToolConnections = field(default_factory=ToolConnections)
 
 
-_HOST: ContextVar[HarnessHost | None] = ContextVar("harness_host", default=None)
+_HOST: ContextVar[HarnessHost] = ContextVar("harness_host")
 
 
 def open_connections() -> aiohttp.ClientSession:
@@ -121,40 +116,24 @@ class InProcessHarness(Harness[InProcessHarnessConfig]):  # type: ignore[misc]  
         return ChatSession(self, *given, **named)
 
     async def launch(self, *given: Any, **named: Any) -> ProgramResult:
-        session = ChatSession(self, *given, **named)
-        try:
-            return await session.segment(None)
-        finally:
-            await session.close()
+        raise NotImplementedError("a session plays all segments of a conversation")
 
 
 class ChatSession(HarnessSession):  # type: ignore[misc]  # verifiers is untyped for the checker
     """One agent's conversation: keeps its messages, its connections and its tools from one user turn to the next."""
 
-    def __init__(
-        self,
-        harness: InProcessHarness,
-        ctx: ModelContext,
-        trace: Trace,
-        runtime: Runtime,
-        endpoint: str,
-        secret: str,
-        mcp_urls: dict[str, str],
-        data: TaskData,
-        tool_interception_url: str | None = None,
-    ) -> None:
-        super().__init__(harness, ctx, trace, runtime, endpoint, secret, mcp_urls, data, tool_interception_url)
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
         self._stack = AsyncExitStack()
         self._host = _HOST.get()
-        self._http: aiohttp.ClientSession | None = None
-        self._turns = None if self._host is None or tool_interception_url else self._host.turns(trace.id)
+        self._turns = None if self.tool_interception_url else self._host.turns(self.trace.id)
         self._tools: list[JsonObject] = []
         self._typed_tools: list[Tool] = []
         self._dispatch: dict[str, tuple[str, str]] = {}
         self._servers: dict[str, MCPConnection] = {}
         self._messages: list[ChatMessage] = []  # of a conversation over HTTP
         self._typed: list[Message] = []  # of one whose turns are taken here
-        system, prompt = harness.resolve_prompt(data)
+        system, prompt = self.harness.resolve_prompt(self.data)
         if system:
             self._add({"role": "system", "content": system})
         if isinstance(prompt, str):
@@ -163,14 +142,11 @@ class ChatSession(HarnessSession):  # type: ignore[misc]  # verifiers is untyped
             self._add(*map(message_to_wire, prompt))
 
     async def _run(self, messages: Messages | None) -> ProgramResult:
-        return await self.segment(messages)
-
-    async def segment(self, messages: Messages | None) -> ProgramResult:
         """Adds the user's messages and talks to the model until it answers without calling a tool. Also succeeds when a
         limit or stop of the rollout ended the conversation. Raises HarnessError when a model call failed,
         InterceptionError when the interception server cannot be reached."""
-        if self._http is None:
-            await self._open()
+        if self.mcp_urls and not self._servers:
+            await self._connect_tools()
         self._add(*map(message_to_wire, messages or ()))
         while calls := await self._complete():
             for call in calls:
@@ -181,24 +157,16 @@ class ChatSession(HarnessSession):  # type: ignore[misc]  # verifiers is untyped
         await super().close()
         await self._stack.aclose()
 
-    async def _open(self) -> None:
-        if self._host is not None:
-            self._http = self._host.http
-        else:
-            self._http = await self._stack.enter_async_context(open_connections())
-        if not self.mcp_urls:
-            return
+    async def _connect_tools(self) -> None:
         timeout_s = self.harness.config.tool_timeout
         servers = {name: {"url": url, "timeout": timeout_s} for name, url in self.mcp_urls.items()}
-        connections = ToolConnections() if self._host is None else self._host.tools
+        names = ", ".join(sorted(servers))
         try:
-            waits = f"waiting for tool servers ({', '.join(sorted(self.mcp_urls))}) to list their tools"
-            with self._doing(waits):
+            with self._doing(f"waiting for tool servers ({names}) to list their tools"):
                 async with asyncio.timeout(TOOL_DISCOVERY_DEADLINE_S):
-                    connection = await connections.take(servers)
-                    self._stack.push_async_callback(connections.give_back, connection)
+                    connection = await self._host.tools.take(servers)
+                    self._stack.push_async_callback(self._host.tools.give_back, connection)
         except TimeoutError as error:
-            names = ", ".join(sorted(self.mcp_urls))
             raise HarnessError(
                 f"tool servers ({names}) did not list their tools in {TOOL_DISCOVERY_DEADLINE_S:g} s"
             ) from error
@@ -243,10 +211,9 @@ class ChatSession(HarnessSession):  # type: ignore[misc]  # verifiers is untyped
         return parse_message(message)
 
     async def _post(self, url: str, body: Mapping[str, object]) -> tuple[int, bytes]:
-        assert self._http is not None  # opened by the segment
         try:
             headers = {"Authorization": f"Bearer {self.secret}", "Content-Type": "application/json"}
-            async with self._http.post(url, data=json.dumps(body).encode(), headers=headers) as response:
+            async with self._host.http.post(url, data=json.dumps(body).encode(), headers=headers) as response:
                 return response.status, await response.read()
         except aiohttp.ClientError as error:
             raise InterceptionError(f"no answer from the interception server at {url}: {error}") from error
@@ -274,9 +241,6 @@ class ChatSession(HarnessSession):  # type: ignore[misc]  # verifiers is untyped
 
     @contextmanager
     def _doing(self, what: str) -> Iterator[None]:
-        if self._host is None:
-            yield
-            return
         self._host.doing(self.trace.id, what)
         try:
             yield

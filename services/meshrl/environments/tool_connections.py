@@ -57,7 +57,7 @@ class ToolConnection:
 class ToolConnections:
     """Connections that wait for their next rollout. `shared`: addresses that are the same for all rollouts."""
 
-    def __init__(self, shared: frozenset[str] = frozenset(), clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, shared: frozenset[str], clock: Callable[[], float] = time.monotonic) -> None:
         self._shared = shared
         self._clock = clock
         self._idle: defaultdict[str, list[ToolConnection]] = defaultdict(list)
@@ -78,15 +78,13 @@ class ToolConnections:
     async def give_back(self, connection: ToolConnection) -> None:
         """Keeps connections for the next rollout if that cannot matter to it; else closes them."""
         idle = self._idle[connection.key]
-        if self._are_shared(connection.servers) and connection.without_sessions and len(idle) < IDLE_AT_MOST:
+        shared = all(server.spec["url"] in self._shared for server in connection.servers.values())
+        if shared and connection.without_sessions and len(idle) < IDLE_AT_MOST:
             idle.append(connection)
             return
         if not idle:
             del self._idle[connection.key]
         await connection.stack.aclose()
-
-    def _are_shared(self, servers: Mapping[str, MCPConnection]) -> bool:
-        return all(server.spec["url"] in self._shared for server in servers.values())
 
     async def close(self) -> None:
         waiting = [connection for idle in self._idle.values() for connection in idle]

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 
 from loguru import logger
 from opentelemetry.context import Context
@@ -21,11 +22,11 @@ from verifiers.v1.trace import Trace
 
 from meshrl.core.config.shared import StageDeadlinesConfig
 from meshrl.core.telemetry.tracing import ROLLOUT_SPAN, traceparent_of
-from meshrl.rollout.engines.calls import Session, SessionBook
-from meshrl.rollout.engines.chat_servers import refuse_without_tokens
+from meshrl.rollout.engines.calls import Session
+from meshrl.rollout.engines.chat_servers import ChatServers, refuse_training, refuse_without_tokens
 from meshrl.rollout.engines.engine_table import Requirement
 from meshrl.rollout.groups import rollout_failure
-from meshrl.rollout.hosting import HostedEnvironment
+from meshrl.rollout.hosting import HostedEnvironment, PolicyClient
 from meshrl.rollout.rendering.text_samples import TextSamples
 from meshrl.rollout.samples import rollouts_of, trace_uuid
 from meshrl.rollout.stages import BEGINNING, RolloutStage, StageKind, overdue, shortest_s
@@ -46,13 +47,13 @@ class EpisodePlayer:
     def __init__(
         self,
         hosted: HostedEnvironment,
-        book: SessionBook,
+        client: PolicyClient,
         tracer: Tracer,
         deadlines: StageDeadlinesConfig,
         *,
         text: TextSamples | None = None,
     ) -> None:
-        self.hosted, self.book, self.tracer, self.text = hosted, book, tracer, text
+        self.hosted, self.client, self.tracer, self.text = hosted, client, tracer, text
         self.deadlines = deadlines
         shortest = shortest_s(deadlines)
         self.look_every_s = None if shortest is None else min(LOOK_EVERY_S, shortest / 4)
@@ -67,8 +68,8 @@ class EpisodePlayer:
     async def open(self, request: RolloutRequest) -> LocalEpisodes:
         """Finds the group's task. Raises MeshError UNKNOWN_TASK, INVALID_REQUEST or ENVIRONMENT_FAILED as `TaskSource`
         does."""
-        if self.text is None:
-            self.hosted.check(request)
+        if self.text is None and isinstance(self.client, ChatServers):
+            refuse_training(request)
         tasks = self.hosted.tasks
         if request.task_payload is not None:
             task = tasks.of_payload(request.task_payload)
@@ -85,7 +86,7 @@ class LocalEpisodes:
 
     def __init__(self, player: EpisodePlayer, task: Task, request: RolloutRequest) -> None:
         self._player = player
-        self._hosted, self._book = player.hosted, player.book
+        self._hosted, self._client = player.hosted, player.client
         self._task = task
         self._request = request
         self._need = Requirement.of(request)
@@ -130,7 +131,7 @@ class LocalEpisodes:
         playing.add_done_callback(self._player.ending.discard)
 
     async def _episode(self, index: int) -> tuple[Rollout, ...] | RolloutFailure:
-        await self._hosted.turn()  # groups may come a hundred at a time
+        await self._client.pace.turn()  # groups may come a hundred at a time
         sessions: dict[str, Session] = {}
         request = self._request
         self._playing[index] = _Progress()
@@ -144,8 +145,8 @@ class LocalEpisodes:
         try:
             with logger.contextualize(env=self._hosted.name), _current(span):
                 sampling = self._hosted.sampling(request.sampling, index)
-                on_trace = self._session_opener(index, sessions, traceparent_of(span))
-                episode = await self._hosted.play(self._task, sampling, on_trace)
+                open_session = partial(self._open_session, index, sessions, traceparent_of(span))
+                episode = await self._hosted.play(self._task, sampling, open_session)
             rollouts = rollouts_of(
                 self._hosted.env,
                 episode,
@@ -176,7 +177,7 @@ class LocalEpisodes:
             return rollout_failure(request, error, rollout_id, traceparent_of(span))
         finally:
             for session_id in sessions:
-                self._book.pop(session_id, None)
+                self._client.book.pop(session_id, None)
             self._playing.pop(index, None)
             span.end()
 
@@ -187,27 +188,22 @@ class LocalEpisodes:
     def close(self) -> None:
         """Nothing is held beyond the episodes."""
 
-    def _session_opener(self, index: int, sessions: dict[str, Session], traceparent: str) -> Callable[[Trace], None]:
-        """Called by verifiers with the trace of each agent's run as it begins: the run gets a session."""
+    def _open_session(self, index: int, sessions: dict[str, Session], traceparent: str, trace: Trace) -> None:
+        """Called by verifiers with the trace of each agent's run as it begins."""
         request = self._request
-
-        def open_session(trace: Trace) -> None:
-            session = Session(
-                self._need,
-                request.sampling.stop_token_ids,
-                traceparent,
-                stream=len(sessions),
-                seq_len=self._hosted.seq_len,
-                scores_only=request.scores_only or not trace.agent.trainable,
-                keeps_routes=request.routed_experts and trace.agent.trainable,
-                group_id=request.group_id,
-            )
-            sessions[trace.id] = session
-            if (progress := self._playing.get(index)) is not None:
-                progress.latest = (trace, session)
-            self._book[trace.id] = session
-
-        return open_session
+        session = Session(
+            self._need,
+            request.sampling.stop_token_ids,
+            traceparent,
+            stream=len(sessions),
+            seq_len=self._hosted.seq_len,
+            scores_only=request.scores_only or not trace.agent.trainable,
+            keeps_routes=request.routed_experts and trace.agent.trainable,
+            group_id=request.group_id,
+        )
+        sessions[trace.id] = self._client.book[trace.id] = session
+        if (progress := self._playing.get(index)) is not None:
+            progress.latest = (trace, session)
 
 
 class _Progress:

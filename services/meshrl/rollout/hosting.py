@@ -40,16 +40,15 @@ from verifiers.v1.utils.retries import run_episode_with_retry
 
 from meshrl.core.config import ConfigError
 from meshrl.core.config.shared import EnvConfig
-from meshrl.core.waiting import Pace
 from meshrl.environments.harness import HarnessHost, hosted_by, open_connections
 from meshrl.environments.missing import why_not_loaded
 from meshrl.environments.plugins import plugin_id, split_choice
 from meshrl.environments.tool_connections import ToolConnections
 from meshrl.rollout import caches
-from meshrl.rollout.engines.chat_servers import ChatServers, refuse_training
+from meshrl.rollout.engines.chat_servers import ChatServers
 from meshrl.rollout.engines.model_client import EngineClient, EngineInterception
 from meshrl.rollout.tasks import TaskSource
-from meshrl.wire.types import EnvironmentInfo, RolloutRequest, Sampling
+from meshrl.wire.types import EnvironmentInfo, Sampling
 
 PolicyClient = EngineClient | ChatServers
 """How the policy's turns are sampled."""
@@ -84,8 +83,6 @@ class HostedEnvironment:
         self._default_sampling = default_sampling
         self._package_version = _package_version(type(env.taskset).__module__)
         self._host: HarnessHost | None = None
-        self._pace = Pace()
-        self._gives_tokens = True
         self._endpoint = TrainClientConfig(base_url="http://engine-pool.invalid/v1", api_key_var="MESHRL_API_KEY")
 
     @property
@@ -107,25 +104,14 @@ class HostedEnvironment:
             shared = frozenset(server.url for server in self.env._shared_tools.values() if not server.state_secret)
             tools = ToolConnections(shared)
             stack.push_async_callback(tools.close)
-            self._gives_tokens = isinstance(client, EngineClient)
             if isinstance(client, EngineClient):
-                self._host = HarnessHost(http, client.book.doing, client.turns, tools)
-                self._pace = client.pace
+                self._host = HarnessHost(http, tools, client.book.doing, client.turns)
             else:  # a harness may then read a completion as it is made
-                self._host = HarnessHost(http, client.book.doing, tools=tools)
+                self._host = HarnessHost(http, tools, client.book.doing)
                 self._endpoint = EvalClientConfig(base_url="http://chat-servers.invalid/v1", api_key_var="")
             # The one reach into verifiers: 0.4 takes no interception of one's own. A contract test guards it.
             self.env._interception = EngineInterception(self.env._interception, client, self._endpoint)
             yield
-
-    async def turn(self) -> None:
-        """Returns when this process has time for another rollout's work."""
-        await self._pace.turn()
-
-    def check(self, request: RolloutRequest) -> None:
-        """Raises MeshError INVALID_REQUEST for rollouts that this server cannot play as requested."""
-        if not self._gives_tokens:
-            refuse_training(request)
 
     def sampling(self, override: Sampling, index: int) -> Sampling:
         """Sampling of rollout `index` of a group: the request over this environment's defaults, with its own seed."""

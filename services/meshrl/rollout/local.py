@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Collection
 from contextlib import AsyncExitStack
+from functools import partial
 
 from loguru import logger
 from opentelemetry.trace import Tracer
@@ -36,15 +37,13 @@ async def open_players(
     logging.getLogger("verifiers.v1").setLevel(config.vf_level.upper())
     client: PolicyClient
     text: TextSamples | None = None
-    if isinstance(servers, ChatServers) and config.text_samples:
-        renderer = await asyncio.to_thread(load_renderer, config.tokenizer or config.model.name, config.renderer)
-        text = TextSamples(PolicyRenderer(renderer), seq_len=config.seq_len)
+    load = partial(load_renderer, config.tokenizer or config.model.name, config.renderer)
     if isinstance(servers, ChatServers):
         client = servers
+        if config.text_samples:
+            text = TextSamples(PolicyRenderer(await asyncio.to_thread(load)), seq_len=config.seq_len)
     else:
-        renderer = await asyncio.to_thread(
-            load_renderer, config.tokenizer or config.model.name, config.renderer, show_rows=config.show_rows
-        )
+        renderer = await asyncio.to_thread(load, show_rows=config.show_rows)
         client = EngineClient(PolicyRenderer(renderer), servers, tracer, seq_len=config.seq_len)
     players: dict[str, EpisodePlayer] = {}
     for entry in config.env:
@@ -60,6 +59,6 @@ async def open_players(
             default_sampling=defaults,
         )
         await stack.enter_async_context(hosted.serving(client))
-        players[hosted.name] = EpisodePlayer(hosted, client.book, tracer, entry.deadlines, text=text)
+        players[hosted.name] = EpisodePlayer(hosted, client, tracer, entry.deadlines, text=text)
         logger.info("environment {}: {} tasks", hosted.name, hosted.tasks.num_tasks or "infinitely many")
     return players

@@ -25,6 +25,7 @@ from verifiers.v1.graph import PendingTurn
 from verifiers.v1.types import Response, SamplingConfig
 
 from meshrl.client.backoff import Backoff
+from meshrl.core.waiting import Pace
 from meshrl.rollout.config import ClientConfig
 from meshrl.rollout.engines.calls import Session, SessionBook
 from meshrl.rollout.engines.engine_table import EngineTable, Requirement
@@ -71,6 +72,7 @@ class ChatServers(Client):  # type: ignore[misc]  # verifiers is untyped for the
         self.on_look: Callable[[], None] = lambda: None  # nothing about such a server is found out by looking
         self._config = config
         self.book = SessionBook()
+        self.pace = Pace()
         self._tracer = tracer
         timeout = ClientTimeoutConfig(connect=config.connect_deadline_s, read=config.call_deadline_s)
         self._clients: dict[str, EvalClient] = {}
@@ -79,18 +81,12 @@ class ChatServers(Client):  # type: ignore[misc]  # verifiers is untyped for the
             self._clients[url].api_key = api_key or "EMPTY"
             self.engines.observe(url, 0)
 
-    async def __aenter__(self) -> ChatServers:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self.close()
-
     async def close(self) -> None:
         await asyncio.gather(*(client.close() for client in self._clients.values()))
 
     async def require(self, need: Requirement) -> None:
         """Raises MeshError for a version bound, which no server of this kind can meet, or for an unknown pool."""
-        if need.pool and need.pool not in self.engines.known_pools():
+        if need.pool and need.pool not in self.engines.known_pools:
             raise MeshError(Reason.INVALID_REQUEST, f"no engine pool {need.pool!r} here")
         if not need.met_by(0):
             raise MeshError(

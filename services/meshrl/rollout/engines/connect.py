@@ -44,7 +44,9 @@ async def connect_servers(
         from meshrl.rollout.engines.chat_servers import ChatServers, api_url  # imports verifiers, which takes seconds
 
         await _refuse_without_key(client, list(map(api_url, client.base_url)), api_key)
-        return await stack.enter_async_context(ChatServers(client, tracer, api_key=api_key))
+        servers = ChatServers(client, tracer, api_key=api_key)
+        stack.push_async_callback(servers.close)
+        return servers
     known = [url.rstrip("/").removesuffix("/v1") for url in urls]
     turned = first % len(known) if known else 0
     engines = EngineTable([*known[turned:], *known[:turned]], client.pool)
