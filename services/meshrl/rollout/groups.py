@@ -85,10 +85,6 @@ class Admissions:
         """How the rollouts of each run ended; beyond MAX_RUNS the oldest run is forgotten."""
         self.draining = False
 
-    @property
-    def groups(self) -> tuple[AdmittedGroup, ...]:
-        return tuple(self._groups.values())
-
     def refuse(self, request: RolloutRequest, now: float) -> None:
         """Raises the MeshError for which a group cannot be admitted now, if any."""
         size, run_id = request.group_size, request.run_id

@@ -71,15 +71,13 @@ class RolloutRunner:
         table: Admissions,
         servers: EngineRouter | ChatServers,
         limit: RolloutLimit,
-        clock: Callable[[], float] = time.monotonic,
-        in_flight: Callable[[], Mapping[str, int]] | None = None,
+        in_flight: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
         """`in_flight` says how many model calls the players of other processes have at each engine."""
         self.environments = environments
         self._limit = limit
         self._table = table
         self._servers = servers
-        self._clock = clock
         self._in_flight = in_flight
         self._running: dict[str, _Playing] = {}  # by request id
         self._tasks: set[asyncio.Task[None]] = set()
@@ -96,7 +94,7 @@ class RolloutRunner:
         summary. Cancelling the call cancels the rest. Raises MeshError UNKNOWN_ENVIRONMENT, UNKNOWN_TASK,
         INVALID_REQUEST, VERSION_NOT_AVAILABLE, LOGPROBS_BIASED, DRAINING, DUPLICATE_REQUEST or OVERLOADED before the
         first event, and the errors of `emit`."""
-        arrived = self._clock()
+        arrived = time.monotonic()
         try:
             running = await self._admit(request, emit)
         except MeshError as error:
@@ -104,7 +102,7 @@ class RolloutRunner:
                 raise
             self._end_before_it_began(request, error, emit)
             return
-        left_s = max(0.0, arrived + request.deadline_s - self._clock())
+        left_s = max(0.0, arrived + request.deadline_s - time.monotonic())
         timer = asyncio.get_running_loop().call_later(left_s + running.opened.late_s, self._end_late, running)
         try:
             self._start_waiting()
@@ -137,7 +135,7 @@ class RolloutRunner:
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             report.look(((environment, stage) for _, environment, stage in self._doing()), time.time())
-            self._failures.log_counts(self._clock())
+            self._failures.log_counts(time.monotonic())
 
     def waits(self) -> Iterator[CountedWait]:
         for key, environment, stage in self._doing():
@@ -150,13 +148,13 @@ class RolloutRunner:
                     yield (running.group.request.request_id, index), running.group.request.environment, stage
 
     def status(self) -> RolloutStatus:
-        endpoints, calls = self._servers.engines.endpoints(), self._in_flight() if self._in_flight is not None else {}
+        endpoints, calls = self._servers.engines.endpoints(), self._in_flight()
         return RolloutStatus(
             running=self._table.running,
             queued=self._table.queued,
             finished=self._table.finished,
             failures=dict(self._table.failures),
-            rollouts_per_s=self._table.rate(self._clock()),
+            rollouts_per_s=self._table.rate(time.monotonic()),
             engines=tuple(
                 replace(engine, in_flight=engine.in_flight + calls.get(engine.url, 0)) for engine in endpoints
             ),
@@ -178,7 +176,7 @@ class RolloutRunner:
             logger.warning("drain: {} rollouts were cancelled after {:g} s", stopped, grace_s)
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=5.0)
-        self._failures.log_counts(self._clock(), every_s=0.0)
+        self._failures.log_counts(time.monotonic(), every_s=0.0)
         return stopped
 
     async def _admit(self, request: RolloutRequest, emit: Emit) -> _Playing:
@@ -188,7 +186,7 @@ class RolloutRunner:
             raise MeshError(
                 Reason.UNKNOWN_ENVIRONMENT, f"no environment {request.environment!r} here; hosted are: {hosted}"
             )
-        self._table.refuse(request, self._clock())
+        self._table.refuse(request, time.monotonic())
         opened: Episodes | None = None
         limit = asyncio.timeout(request.deadline_s)
         try:
@@ -197,7 +195,7 @@ class RolloutRunner:
                 sampling = request.sampling.over(player.info.default_sampling)
                 shaped = () if request.scores_only else reshaping(sampling)
                 await self._servers.require(replace(Requirement.of(request), reshaped_by=shaped))
-            group = self._table.admit(request, self._clock())
+            group = self._table.admit(request, time.monotonic())
         except BaseException as error:  # refused, late, or the caller has gone
             if opened is not None:
                 opened.close()
@@ -236,7 +234,7 @@ class RolloutRunner:
             elif not running.group.over:
                 self._refuse(running, error)
         except asyncio.CancelledError:  # whoever cancelled has counted it, unless the loop itself is ending
-            recorded = self._table.record_outcome(running.group, index, Outcome.CANCELLED, self._clock())
+            recorded = self._table.record_outcome(running.group, index, Outcome.CANCELLED, time.monotonic())
             if recorded and running.group.over:
                 running.over.set()
         else:
@@ -247,18 +245,18 @@ class RolloutRunner:
 
     def _record(self, running: _Playing, index: int, played: EpisodeResult) -> None:
         """Counts how a rollout ended and streams it, unless a cancel or the deadline ended it before."""
-        group, now = running.group, self._clock()
+        group, now = running.group, time.monotonic()
         if isinstance(played, RolloutFailure):
             recorded = self._table.record_outcome(group, index, Outcome.FAILED, now, reason=played.reason)
         else:
             if isinstance(played, SerializedRollouts):
                 tokens = played.sampled_tokens
                 if self._limit.follows_engines:  # else they are passed on unread
-                    self._limit.shape.take(EpisodeSizes.of_messages(played.messages))
+                    self._limit.take(EpisodeSizes.of_messages(played.messages))
             else:
                 sizes = EpisodeSizes.of(played)
                 tokens = sizes.sampled_tokens
-                self._limit.shape.take(sizes)
+                self._limit.take(sizes)
             recorded = self._table.record_outcome(group, index, Outcome.FINISHED, now, sampled_tokens=tokens)
         if not recorded:
             return
@@ -284,7 +282,7 @@ class RolloutRunner:
         running.over.set()
 
     def _end_before_it_began(self, request: RolloutRequest, error: MeshError, emit: Emit) -> None:
-        now = self._clock()
+        now = time.monotonic()
         group = self._table.admit(request, now)
         self._table.end(group, Outcome.FAILED, now, reason=error.reason.name)
         self._table.remove(group)
@@ -300,7 +298,7 @@ class RolloutRunner:
         if running.group.over:
             return
         reason, request = Reason.DEADLINE_PASSED, running.group.request
-        playing, waiting = self._table.end(running.group, Outcome.FAILED, self._clock(), reason=reason.name)
+        playing, waiting = self._table.end(running.group, Outcome.FAILED, time.monotonic(), reason=reason.name)
         lost = (*playing, *waiting)
         said = "{} rollouts of group {} of {} were late; {}"
         logger.bind(env=request.environment).warning(
@@ -316,7 +314,7 @@ class RolloutRunner:
         """Counts the rest of a group as cancelled, at once, so that its stream ends; its tasks end behind that."""
         if running.group.over:
             return 0
-        playing, waiting = self._table.end(running.group, Outcome.CANCELLED, self._clock())
+        playing, waiting = self._table.end(running.group, Outcome.CANCELLED, time.monotonic())
         self._stop(running, playing)
         return len(playing) + len(waiting)
 

@@ -76,13 +76,13 @@ def test_an_engine_that_says_nothing_counts_256():
 def test_room_in_the_kv_cache_bounds_long_rollouts_once_their_length_is_known():
     engines, limit = engines_of(a=EngineCapacity(slots=1024, kv_tokens=100_000)), RolloutLimit(None)
     assert limit_of(limit, engines) == 1152
-    limit.shape.take(EpisodeSizes.of(played(prompt=100, completion=800)))
-    assert limit.shape.held_tokens == 500.0
+    limit.take(EpisodeSizes.of(played(prompt=100, completion=800)))
+    assert limit.held_tokens == 500.0
     assert limit_of(limit, engines) == 225  # 200 of them, and an eighth
     assert "a 200, by 100000 tokens of KV cache" in limit.reason
     for _ in range(1000):
-        limit.shape.take(EpisodeSizes.of(played(prompt=50, completion=100)))
-    assert limit.shape.held_tokens == pytest.approx(100.0, rel=0.01)
+        limit.take(EpisodeSizes.of(played(prompt=50, completion=100)))
+    assert limit.held_tokens == pytest.approx(100.0, rel=0.01)
     assert limit_of(limit, engines) == pytest.approx(1125, rel=0.01)
 
 
@@ -98,7 +98,7 @@ def looks(limit: RolloutLimit, engine: KnownEngine, *, count: int, preempted: in
 
 def test_preemptions_lower_the_limit_and_a_full_engine_without_a_queue_raises_it():
     limit, engine = RolloutLimit(None), KnownEngine(url="a")
-    limit.shape.take(EpisodeSizes.of(played(prompt=100, completion=800)))
+    limit.take(EpisodeSizes.of(played(prompt=100, completion=800)))
     assert looks(limit, engine, count=9, preempted=0, waiting=25, in_flight=225) == 225, "all as computed"
     assert looks(limit, engine, count=1, preempted=4, waiting=25, in_flight=225) == 203  # 180, and an eighth
     assert looks(limit, engine, count=9, preempted=4, waiting=20, in_flight=203) == 203, "no more of them: it stays"
@@ -115,10 +115,10 @@ def test_preemptions_lower_the_limit_and_a_full_engine_without_a_queue_raises_it
 
 def test_where_rollouts_wait_for_tools_more_of_them_run_but_at_most_four_times_as_many():
     engines, limit = engines_of(a=EngineCapacity(slots=160)), RolloutLimit(None)
-    limit.shape.take(EpisodeSizes.of(played(10, 10, generation_s=1.0, total_s=2.0)))
+    limit.take(EpisodeSizes.of(played(10, 10, generation_s=1.0, total_s=2.0)))
     assert limit_of(limit, engines) == 360
     for _ in range(1000):
-        limit.shape.take(EpisodeSizes.of(played(10, 10, generation_s=0.001, total_s=2.0)))
+        limit.take(EpisodeSizes.of(played(10, 10, generation_s=0.001, total_s=2.0)))
     assert limit_of(limit, engines) == 720
 
 

@@ -118,23 +118,6 @@ class EpisodeSizes:
         )
 
 
-class RolloutShape:
-    """A rollout's use of an engine, averaged over the last ones: KV cache in tokens, share of time in calls."""
-
-    def __init__(self) -> None:
-        self.held_tokens: float | None = None
-        self.time_in_calls = 1.0
-        self._seen = 0
-
-    def take(self, sizes: EpisodeSizes) -> None:
-        self._seen += 1
-        weight = 1 / min(self._seen, REMEMBERED)
-        before = sizes.held_tokens if self.held_tokens is None else self.held_tokens
-        self.held_tokens = before + weight * (sizes.held_tokens - before)
-        if sizes.total_s > 0.0:
-            self.time_in_calls += weight * (min(1.0, sizes.calls_s / sizes.total_s) - self.time_in_calls)
-
-
 class KvRoom:
     """An engine's observed room, beside what its tokens of KV cache would hold.
 
@@ -163,20 +146,32 @@ class RolloutLimit:
     """The limit now, and why. `fixed` None follows the engines."""
 
     def __init__(self, fixed: int | None) -> None:
-        self.shape = RolloutShape()
         self.rollouts = UNKNOWN_SLOTS if fixed is None else fixed
         self.follows_engines = fixed is None
         self.reason = "no engine has answered yet" if fixed is None else "as configured"
+        self.held_tokens: float | None = None
+        """KV cache of a rollout, on average."""
+        self._time_in_calls = 1.0  # share of a rollout's time, on average
+        self._seen = 0
+
+    def take(self, sizes: EpisodeSizes) -> None:
+        """Counts a finished rollout in the averages."""
+        self._seen += 1
+        weight = 1 / min(self._seen, REMEMBERED)
+        before = sizes.held_tokens if self.held_tokens is None else self.held_tokens
+        self.held_tokens = before + weight * (sizes.held_tokens - before)
+        if sizes.total_s > 0.0:
+            self._time_in_calls += weight * (min(1.0, sizes.calls_s / sizes.total_s) - self._time_in_calls)
 
     def follow(self, engines: Collection[KnownEngine]) -> bool:
         """Counts the engines that may get calls now; returns whether the limit has changed. Without any it stays."""
         if not self.follows_engines or not engines:
             return False
-        shape, before = self.shape, self.rollouts
-        held = [(engine, engine.room.sequences(engine.capacity, shape.held_tokens)) for engine in engines]
+        before = self.rollouts
+        held = [(engine, engine.room.sequences(engine.capacity, self.held_tokens)) for engine in engines]
         most = sum(number for _, number in held)
         said = sum(number for engine, number in held if engine.capacity != NOTHING_SAID)
-        time_in_calls = max(LEAST_TIME_IN_CALLS, shape.time_in_calls)
+        time_in_calls = max(LEAST_TIME_IN_CALLS, self._time_in_calls)
         self.rollouts = math.ceil((most + SPARE * said) / time_in_calls)
         each = ", ".join(f"{engine.url} {_describe_hold(engine.capacity, number)}" for engine, number in held)
         self.reason = (
