@@ -114,7 +114,8 @@ class EngineTable:
         self._clock = clock
         self._engines = {url: KnownEngine(url=url, pool=pool) for url in urls}
         self._fixed = frozenset(self._engines)
-        self._pools = {engine.pool for engine in self._engines.values()}
+        self.known_pools = {engine.pool for engine in self._engines.values()}
+        """The present and earlier pools: one whose engines are all away may get others."""
         self._calls = 0
         self._answered = 0
         self._sampled_tokens = 0.0  # of a call, on average
@@ -132,7 +133,7 @@ class EngineTable:
         named = dict(found)
         for url, pool in named.items():
             self._engines.setdefault(url, KnownEngine(url=url, pool=pool)).listed = True
-        self._pools |= set(named.values())
+        self.known_pools |= set(named.values())
         for url in [url for url in self._engines if url not in named and url not in self._fixed]:
             engine = self._engines[url]
             engine.listed, engine.healthy, engine.version, engine.runs = False, False, None, {}
@@ -180,10 +181,6 @@ class EngineTable:
 
     def troubles(self, need: Requirement) -> str:
         return "; ".join(engine.trouble for engine in self.candidates(need) if engine.trouble)
-
-    def known_pools(self) -> frozenset[str]:
-        """The present and earlier pools: one whose engines are all away may get others."""
-        return frozenset(self._pools)
 
     def candidates(self, need: Requirement) -> list[KnownEngine]:
         return [engine for engine in self.listed if not need.pool or engine.pool == need.pool]

@@ -132,8 +132,8 @@ class EngineRouter:
         """Raises MeshError when no engine can serve `need` now: VERSION_NOT_AVAILABLE, LOGPROBS_BIASED, or
         INVALID_REQUEST for an unknown pool. While no engine is reachable, a request without a version bound is let
         through, and its calls wait for one, unless every engine refuses this program's key."""
-        if need.pool and need.pool not in self.engines.known_pools():
-            pools = ", ".join(sorted(repr(pool) for pool in self.engines.known_pools()))
+        if need.pool and need.pool not in self.engines.known_pools:
+            pools = ", ".join(sorted(repr(pool) for pool in self.engines.known_pools))
             raise MeshError(Reason.INVALID_REQUEST, f"no engine pool {need.pool!r} here; the pools are {pools}")
         if self.engines.can_meet(need):
             return
@@ -258,11 +258,9 @@ class EngineRouter:
                 syncs = reply.headers.get(SYNCS_HEADER, "")
                 timing = engine.rate.ended(running, time.monotonic())
                 return EngineAnswer(raw, before, after, reply.content_type, syncs, timing)
-        except aiohttp.ClientConnectionError as error:
-            if not answered:
-                raise _UnreachableError(f"{type(error).__name__}: {error}") from error
-            raise MeshError(Reason.ENGINE_FAILED, f"{engine.url} broke off its answer: {error}") from error
         except aiohttp.ClientError as error:
+            if isinstance(error, aiohttp.ClientConnectionError) and not answered:
+                raise _UnreachableError(f"{type(error).__name__}: {error}") from error
             raise MeshError(Reason.ENGINE_FAILED, f"{engine.url} broke off its answer: {error}") from error
         except TimeoutError as error:
             if patience.expired():
