@@ -10,7 +10,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -34,10 +34,7 @@ def env_folder(output_dir: Path, entry: EnvConfig) -> Path:
 def log_environments(entries: Iterable[EnvConfig], output_dir: Path) -> None:
     """Sends the front's log about an environment, or its own play of it, to the environment's env_server.log too."""
     for entry in entries:
-        path = env_folder(output_dir, entry) / SERVER_LOG
-        logger.add(
-            path, filter=_only(entry.resolved_name), level="DEBUG", delay=True, format=with_trace(LINE), colorize=False
-        )
+        _log_to(env_folder(output_dir, entry) / SERVER_LOG, entry.resolved_name, "DEBUG")
 
 
 def take_over_output(entries: Sequence[EnvConfig], number: int, output_dir: Path, config: LogConfig) -> None:
@@ -55,9 +52,7 @@ def take_over_output(entries: Sequence[EnvConfig], number: int, output_dir: Path
     faulthandler.enable(sys.stderr)
     setup_logging(f"worker {number}", config.level, json_logging=config.json_logging)
     for name, path in hosted.items():
-        logger.add(
-            path, filter=_only(name), level=config.level.upper(), delay=True, format=with_trace(LINE), colorize=False
-        )
+        _log_to(path, name, config.level.upper())
     if hosted:
         sys.stdout = _ByEnvironment(sys.stdout, hosted)
         sys.stderr = _ByEnvironment(sys.stderr, hosted)
@@ -85,8 +80,10 @@ class _ByEnvironment:
         return getattr(self._rest, name)
 
 
-def _only(environment: str) -> Callable[[JsonObject], bool]:
+def _log_to(path: Path, environment: str, level: str) -> None:
+    """Adds a file for the log lines about an environment."""
+
     def belongs(record: JsonObject) -> bool:
         return bool(record["extra"].get("env") == environment)
 
-    return belongs
+    logger.add(path, filter=belongs, level=level, delay=True, format=with_trace(LINE), colorize=False)
