@@ -172,11 +172,11 @@ def samples_of(
     return tuple(samples)
 
 
-def _claim(node: object, unclaimed: list[Call]) -> tuple[VersionSpan, ...]:
-    num_sampled = sum(node.mask)  # type: ignore[attr-defined]  # verifiers is untyped for the checker
+def _claim(node: MessageNode, unclaimed: list[Call]) -> tuple[VersionSpan, ...]:
+    num_sampled = sum(node.mask)
     if not num_sampled:
         return ()
-    sampled = node.token_ids[-num_sampled:]  # type: ignore[attr-defined]  # verifiers is untyped for the checker
+    sampled = node.token_ids[-num_sampled:]
     for position, call in enumerate(unclaimed):
         if call.completion_ids == sampled:
             del unclaimed[position]

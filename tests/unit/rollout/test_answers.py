@@ -39,7 +39,7 @@ def test_frames_and_both_kinds_of_json_say_the_same():
         request_id="r",
         completion_ids=[5, 6, 7],
         logprobs=[-0.5, -1.5, -0.25],
-        spans=((0, 2, 3), (2, 3, 4)),
+        version_spans=spans,
         finish_reason="stop",
     )
     assert read(framed([-0.5, -1.5, -0.25], spans)) == wanted
@@ -49,15 +49,18 @@ def test_frames_and_both_kinds_of_json_say_the_same():
 
 def test_versions_that_are_no_numbers_count_as_the_older_one_around_the_call():
     named = {"weight_versions": [{"version": "default", "start": 0, "end": 3}]}
-    assert read(answered(named, 5, 6)).spans == ((0, 3, 5),)
-    assert read(answered({}, None, 6)).spans == ((0, 3, 6),)
-    assert read(answered({}, None, None)).spans == ((0, 3, 0),)
-    assert read(framed([-0.5, -1.5, -0.25])).spans == ((0, 3, 3),)
+    for answer, version in (
+        (answered(named, 5, 6), 5),
+        (answered({}, None, 6), 6),
+        (answered({}, None, None), 0),
+        (framed([-0.5, -1.5, -0.25]), 3),
+    ):
+        assert read(answer).version_spans == (VersionSpan(start=0, end=3, version=version),)
 
 
 def test_an_empty_completion_has_no_spans():
     nothing = {"token_ids": [], "logprobs": {"content": []}}
-    assert read(answered(nothing)).spans == ()
+    assert read(answered(nothing)).version_spans == ()
 
 
 @pytest.mark.parametrize(
@@ -82,8 +85,8 @@ def test_an_answer_without_evidence_of_its_tokens_is_the_engines_fault(answer: E
 
 def test_prompt_of_an_older_version_is_said_by_frames_and_json_alike() -> None:
     older = (VersionSpan(start=0, end=3, version=4, prompt_version=2),)
-    assert read(framed([-0.5, -1.5, -0.25], older)).prompt_version == 2
-    assert read(answered({"version_spans": [[0, 3, 4]], "prompt_version": 2})).prompt_version == 2
+    assert read(framed([-0.5, -1.5, -0.25], older)).version_spans == older
+    assert read(answered({"version_spans": [[0, 3, 4]], "prompt_version": 2})).version_spans == older
     same = (VersionSpan(start=0, end=3, version=4),)
-    assert read(framed([-0.5, -1.5, -0.25], same)).prompt_version is None
-    assert read(answered({"version_spans": [[0, 3, 4]], "prompt_version": 4})).prompt_version is None
+    assert read(framed([-0.5, -1.5, -0.25], same)).version_spans == same
+    assert read(answered({"version_spans": [[0, 3, 4]], "prompt_version": 4})).version_spans == same

@@ -10,7 +10,7 @@ import base64
 import io
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -52,26 +52,17 @@ class EngineAnswer:
 
 @dataclass(frozen=True)
 class Call:
-    """A model call that an engine answered. Lists, because verifiers keeps lists. (start, end, version) spans cover its
-    sampled tokens. `prompt_version` is the oldest version that computed the prompt, if the first span has another one.
-    `routes` are the experts (N, L, K) of the last N of its `tokens`, prompt and completion, but the very last; None if
-    none came."""
+    """A model call that an engine answered. Lists, because verifiers keeps lists. `version_spans` cover its sampled
+    tokens. `routes` are the experts (N, L, K) of the last N of its `tokens`, prompt and completion, but the very last;
+    None if none came."""
 
     completion_ids: list[int]  # (T,)
-    spans: tuple[tuple[int, int, int], ...]
-    prompt_version: int | None = None
+    version_spans: tuple[VersionSpan, ...]
     routes: Routes | None = None
     tokens: NDArray[np.int32] | None = None  # with routes
     logprobs: list[float] = field(default_factory=list)  # (T,)
     finish_reason: str | None = None
     request_id: str = ""
-
-    @property
-    def version_spans(self) -> tuple[VersionSpan, ...]:
-        return tuple(
-            VersionSpan(start=start, end=end, version=version, prompt_version=None if number else self.prompt_version)
-            for number, (start, end, version) in enumerate(self.spans)
-        )
 
 
 def read(answer: EngineAnswer) -> Call:
@@ -88,14 +79,12 @@ def _of_frame(answer: EngineAnswer) -> Call:
     if choice.logprobs is None:
         raise ValueError("a frame without logprobs")
     _check(choice.logprobs, len(choice.token_ids))
-    spans = tuple((span.start, span.end, span.version) for span in choice.version_spans)
     return Call(
         request_id=frame.request_id,
         completion_ids=choice.token_ids.tolist(),
         logprobs=choice.logprobs.tolist(),
-        spans=spans or _assumed_spans(answer, len(choice.token_ids)),
+        version_spans=choice.version_spans or _assumed_spans(answer, len(choice.token_ids)),
         finish_reason=choice.finish_reason,
-        prompt_version=choice.version_spans[0].prompt_version if choice.version_spans else None,
         routes=choice.routed_experts,
     )
 
@@ -111,14 +100,12 @@ def _of_json(answer: EngineAnswer) -> Call:
         content = (choice.get("logprobs") or {}).get("content") or ()
         logprobs_T = np.array([entry["logprob"] for entry in content], dtype=np.float32)
     _check(logprobs_T, len(token_ids))
-    spans, prompt_version = _spans_of(choice), choice.get("prompt_version")
     return Call(
         request_id=payload.get("request_id") or "",
         completion_ids=token_ids,
         logprobs=logprobs_T.tolist(),
-        spans=spans or _assumed_spans(answer, len(token_ids)),
+        version_spans=_spans_of(choice) or _assumed_spans(answer, len(token_ids)),
         finish_reason=choice.get("finish_reason"),
-        prompt_version=int(prompt_version) if spans and prompt_version not in (None, spans[0][2]) else None,
         routes=_routes_of(choice),
     )
 
@@ -139,22 +126,26 @@ def _check(logprobs_T: NDArray[np.floating], num_tokens: int) -> None:
         raise ValueError("a sampled token has no finite logprob")
 
 
-def _spans_of(choice: JsonObject) -> tuple[tuple[int, int, int], ...]:
+def _spans_of(choice: JsonObject) -> tuple[VersionSpan, ...]:
     """A choice's spans, in our spelling or vLLM's; none if its versions are no numbers."""
-    if ours := choice.get("version_spans"):
-        return tuple((int(start), int(end), int(version or 0)) for start, end, version in ours)
-    named = [(span["start"], span["end"], str(span["version"])) for span in choice.get("weight_versions") or ()]
-    if all(version.isdigit() for _, _, version in named):
-        return tuple((int(start), int(end), int(version)) for start, end, version in named)
-    return ()
+    named = choice.get("version_spans")
+    if not named:
+        named = [(span["start"], span["end"], str(span["version"])) for span in choice.get("weight_versions") or ()]
+        if not all(version.isdigit() for _, _, version in named):
+            return ()
+    spans = [VersionSpan(start=int(start), end=int(end), version=int(version or 0)) for start, end, version in named]
+    prompt_version = choice.get("prompt_version")
+    if spans and prompt_version not in (None, spans[0].version):
+        spans[0] = replace(spans[0], prompt_version=int(prompt_version))
+    return tuple(spans)
 
 
-def _assumed_spans(answer: EngineAnswer, num_tokens: int) -> tuple[tuple[int, int, int], ...]:
+def _assumed_spans(answer: EngineAnswer, num_tokens: int) -> tuple[VersionSpan, ...]:
     """For an engine that names no spans: the older of the versions known around the call."""
     if not num_tokens:
         return ()
     known = [version for version in (answer.version_before, answer.version_after) if version is not None]
-    return ((0, num_tokens, min(known, default=0)),)
+    return (VersionSpan(start=0, end=num_tokens, version=min(known, default=0)),)
 
 
 @dataclass

@@ -176,11 +176,12 @@ class EngineClient(Client):  # type: ignore[misc]  # verifiers is untyped for th
             if session.engine is not None and answer.timing is not None:
                 self._router.engines.sampled(session.engine, answer.timing, len(sampled.completion_ids))
             session.syncs.update(part for part in answer.syncs.split(",") if part)
-            for start, end, version in sampled.spans:
-                if not need.met_by(version):
+            for span in sampled.version_spans:
+                if not need.met_by(span.version):
                     raise MeshError(
                         Reason.VERSION_NOT_AVAILABLE,
-                        f"{need.describe()} is needed; tokens {start} to {end} came from version {version}",
+                        f"{need.describe()} is needed; tokens {span.start} to {span.end} came from version"
+                        f" {span.version}",
                     )
         except EngineRefusedError as error:
             if error.status >= 500:
