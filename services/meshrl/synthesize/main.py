@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import partial
 
 from loguru import logger
 
@@ -23,25 +24,20 @@ SERVED = "served"
 SUMMARY = "summary.json"
 
 
-class Synthesis:
-    """Makes one dataset, which it opens and closes."""
+async def synthesize(dataset: ConversationDataset, run: TrialRun) -> int:
+    """Makes one dataset, which it opens and closes. Returns the exit code: 0 even if rollouts failed; the summary lists
+    them. Raises RunError."""
 
-    def __init__(self, dataset: ConversationDataset) -> None:
-        self._dataset = dataset
+    def on_end(trial: Trial, group: RolloutGroup) -> None:
+        dataset.take(run.results.record(SERVED, trial, group))
 
-    async def run(self, run: TrialRun) -> int:
-        """Returns the exit code: 0 even if rollouts failed; the summary lists them. Raises RunError."""
-        with self._dataset as dataset:
-            await asyncio.to_thread(dataset.take, run.results.stored)  # where an earlier process was cut off
-
-            def on_end(trial: Trial, group: RolloutGroup) -> None:
-                dataset.take(run.results.record(SERVED, trial, group))
-
-            await run.play(SERVED, None, on_end)
-            parquet = await asyncio.to_thread(dataset.write_parquet)
-            await asyncio.to_thread(_report, run, dataset)
-        logger.info("the dataset is {}{}", dataset.path, f" and {parquet}" if parquet else "")
-        return 0
+    with dataset:
+        await asyncio.to_thread(dataset.take, run.results.stored)  # where an earlier process was cut off
+        await run.play(SERVED, None, on_end)
+        parquet = await asyncio.to_thread(dataset.write_parquet)
+        await asyncio.to_thread(_report, run, dataset)
+    logger.info("the dataset is {}{}", dataset.path, f" and {parquet}" if parquet else "")
+    return 0
 
 
 def _report(run: TrialRun, dataset: ConversationDataset) -> None:
@@ -79,7 +75,7 @@ def main() -> None:
         keep_truncated=config.keep_truncated,
         reasoning_field=config.reasoning_field,
     )
-    run_trials("synthesize", config, results, Synthesis(dataset).run, conversations=True)
+    run_trials("synthesize", config, results, partial(synthesize, dataset), conversations=True)
 
 
 if __name__ == "__main__":

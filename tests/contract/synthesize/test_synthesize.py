@@ -8,6 +8,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from http_servers import chat_answer, serving_http
 from meshrl.sampling.groups import RolloutGroup
 from meshrl.synthesize.config import SynthesisConfig
 from meshrl.synthesize.dataset import ConversationDataset
-from meshrl.synthesize.main import Synthesis
+from meshrl.synthesize.main import synthesize
 from meshrl.trials.plan import Trial
 from meshrl.trials.program import serve_trials
 from meshrl.trials.results import TrialResults
@@ -88,7 +89,7 @@ async def run(config: SynthesisConfig, results: Stopping) -> int:
         keep_truncated=config.keep_truncated,
         reasoning_field=config.reasoning_field,
     )
-    return await serve_trials(config, results, Synthesis(dataset).run, results.stop, tracer, conversations=True)
+    return await serve_trials(config, results, partial(synthesize, dataset), results.stop, tracer, conversations=True)
 
 
 @pytest.mark.timeout(900)  # imports and a tool server, on a machine that may be busy
