@@ -66,7 +66,10 @@ class HostedOldEnv:
     async def play(self, row: Row, request: RolloutRequest, index: int) -> Rollout:
         """Rollout `index` of a group, scored by itself. Raises MeshError."""
         state, client = await self._run(row, request, index)
-        await self._score([state], client)
+        if client.calls.failure is not None:
+            raise client.calls.failure
+        await self._env.rubric.score_rollout(state)
+        await self._env.rubric.cleanup(state)
         return self._rollout(state, client, row, request)
 
     async def play_group(self, row: Row, request: RolloutRequest) -> AsyncIterator[Rollout | MeshError]:
@@ -90,13 +93,6 @@ class HostedOldEnv:
         client = PolicyClient(self.engines, request, self._seq_len)
         args = sampling_args(self.sampling(request), index)
         return await self._env.rollout(dict(row), client, self._model, args), client
-
-    async def _score(self, states: list[vf.State], client: PolicyClient) -> None:
-        if client.calls.failure is not None:
-            raise client.calls.failure
-        for state in states:
-            await self._env.rubric.score_rollout(state)
-            await self._env.rubric.cleanup(state)
 
     def _rollout(self, state: vf.State, client: PolicyClient, row: Row, request: RolloutRequest) -> Rollout:
         temperature = self.sampling(request).temperature
