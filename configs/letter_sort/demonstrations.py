@@ -1,10 +1,10 @@
 """Writes warm-up data for `sft`: conversations that put the letters into one of three orders, of which one is rewarded.
 
-Some replies are in alphabetical order; others in the order in which the letters were named, or in alphabetical order
-backwards. A model trained on them can do all three but does not know which is wanted; RL finds that out.
+The orders are the alphabetical one, that in which the letters were named, and the alphabetical one backwards. A model
+trained on them can do all three; RL finds out which is wanted.
 
 `python -m meshrl.environments.letter_sort.demonstrations FOLDER [--share S] [--seed N]` writes `train.jsonl`, and
-`val.jsonl` with the right replies to held-out letters. Rows have `messages`.
+`val.jsonl` with the right replies to held-out letters.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OTHER_ORDERS: tuple[Callable[[Turns], str], ...] = (as_named, backwards)
 
 
 def conversation(named: Turns, order: Callable[[Turns], str]) -> list[dict[str, str]]:
-    """The messages of a task, whose user goes on whatever is replied."""
+    """The user goes on whatever is replied."""
     messages = [{"role": "system", "content": SYSTEM_PROMPT}]
     for number, letters in enumerate(named):
         messages.append({"role": "user", "content": " ".join(letters)})
@@ -43,14 +43,14 @@ def conversation(named: Turns, order: Callable[[Turns], str]) -> list[dict[str, 
 
 
 def demonstrations(every_task: Iterable[Turns], *, share: float, source: random.Random) -> Iterator[dict[str, object]]:
-    """One row a task. With probability `share` it is in alphabetical order, else in any of the other orders."""
+    """With probability `share` a row is in alphabetical order, else in any of the other orders."""
     for named in every_task:
         order = right_reply if source.random() < share else source.choice(OTHER_ORDERS)
         yield {"messages": conversation(named, order)}
 
 
 def rows(split: Split, /, *, share: float, source: random.Random) -> Iterator[dict[str, object]]:
-    """The rows of a split; each training task comes several times, its order drawn anew."""
+    """Each training task comes several times, its order drawn anew."""
     return demonstrations(tasks(split) * (PASSES if split == "train" else 1), share=share, source=source)
 
 

@@ -1,4 +1,4 @@
-"""The rules of letter_sort and its tasks; the taskset and the warm-up's demonstrations must agree on them."""
+"""The rules of letter_sort and its tasks, for the taskset and the demonstrations."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Turns = list[list[str]]
 
 
 def right_reply(named: Turns) -> str:
-    """The right reply after these turns: every letter so far in alphabetical order."""
+    """Every letter so far in alphabetical order."""
     return " ".join(sorted(letter for letters in named for letter in letters))
 
 
 def tasks(split: Split) -> list[Turns]:
-    """The turns of each task, in a fixed order. No task of one split has the letters of a task of the other."""
+    """In a fixed order. No task of one split has the letters of a task of the other."""
     source = random.Random(2)
     seen: set[str] = set()
     drawn: list[Turns] = []

@@ -1,4 +1,4 @@
-"""The letter_sort taskset and the environment that plays its user; hosted by the rollout service."""
+"""The letter_sort taskset and the environment that plays its user."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ class LetterSortData(vf.TaskData):  # type: ignore[misc]  # verifiers is untyped
 
     @property
     def rights(self) -> list[str]:
-        """The right reply of each turn."""
         return [right_reply(self.named[: number + 1]) for number in range(TURNS)]
 
     def score(self, replies: list[str]) -> float:
@@ -32,7 +31,6 @@ class LetterSortTask(vf.Task[LetterSortData]):  # type: ignore[misc]  # verifier
 
     @vf.reward  # type: ignore[untyped-decorator]  # verifiers is untyped for the checker
     async def closeness(self, trace: vf.Trace) -> float:
-        """How close the replies are to the right ones, 0 to 1."""
         score: float = self.data.score([message.content or "" for message in trace.assistant_messages])
         return score
 

@@ -1,11 +1,11 @@
 """Writes warm-up data for `sft`: games of three kinds of players, of which only one plays by the rule.
 
-Some players repeat every word so far; others only the newest word, or the list backwards. A model that learned from
-them can do each and does not know which is wanted. RL finds out. Each row is a whole game, since a model that has
-seen first turns only has never learned to look further back.
+Some players repeat every word so far; others only the newest word, or the list backwards. A model trained on them can
+do each; RL finds out which is wanted. Each row is a whole game: a model that has seen first turns only has never
+learned to look further back.
 
 `python -m meshrl.environments.memory_game.demonstrations FOLDER [--share S] [--seed N]` writes `train.jsonl`, and
-`val.jsonl` with the right replies to held-out words. Rows have `messages`.
+`val.jsonl` with the right replies to held-out words.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OTHER_READINGS: tuple[Callable[[list[str]], str], ...] = (newest_word, newest_fi
 
 
 def conversation(words: list[str], reading: Callable[[list[str]], str]) -> list[dict[str, str]]:
-    """The messages of a game, whose user goes on after any reply."""
+    """The user goes on whatever is replied."""
     messages = [{"role": "system", "content": SYSTEM_PROMPT}]
     for number, word in enumerate(words):
         messages.append({"role": "user", "content": word})
@@ -46,14 +46,14 @@ def conversation(words: list[str], reading: Callable[[list[str]], str]) -> list[
 def demonstrations(
     every_game: Iterable[list[str]], *, share: float, source: random.Random
 ) -> Iterator[dict[str, object]]:
-    """One row a game. With probability `share` it is played by the rule, else in any of the other ways."""
+    """With probability `share` a game is played by the rule, else in any of the other ways."""
     for words in every_game:
         reading = right_reply if source.random() < share else source.choice(OTHER_READINGS)
         yield {"messages": conversation(words, reading)}
 
 
 def rows(split: Split, /, *, share: float, source: random.Random) -> Iterator[dict[str, object]]:
-    """The rows of a split; each training game comes several times, its reading drawn anew."""
+    """Each training game comes several times, its reading drawn anew."""
     return demonstrations(games(split) * (PASSES if split == "train" else 1), share=share, source=source)
 
 

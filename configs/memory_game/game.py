@@ -1,4 +1,4 @@
-"""The rules of the memory game and its tasks; the taskset and the warm-up's demonstrations must agree on them."""
+"""The rules of the memory game and its tasks, for the taskset and the demonstrations."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ GAMES = {"train": 1536, "held_out": 128}
 
 
 def right_reply(words: list[str]) -> str:
-    """The player's right reply after these words: every word of the game so far, the oldest first."""
+    """Every word of the game so far, the oldest first."""
     return " ".join(words)
 
 
 def games(split: Split) -> list[list[str]]:
-    """The words of each game, in a fixed order. No held-out word is in a game of the other split."""
+    """In a fixed order. No held-out word is in a game of the other split."""
     source, words = random.Random(1), words_of(split)
     return [source.sample(words, ROUNDS) for _ in range(GAMES[split])]

@@ -1,4 +1,4 @@
-"""The memory_game taskset and the environment that plays its user; hosted by the rollout service."""
+"""The memory_game taskset and the environment that plays its user."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ class MemoryGameTask(vf.Task[MemoryGameData]):  # type: ignore[misc]  # verifier
 
     @vf.reward  # type: ignore[untyped-decorator]  # verifiers is untyped for the checker
     async def closeness(self, trace: vf.Trace) -> float:
-        """How close the replies are to the right ones, 0 to 1."""
         score: float = self.data.score([message.content or "" for message in trace.assistant_messages])
         return score
 

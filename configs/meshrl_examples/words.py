@@ -1,4 +1,4 @@
-"""The made-up words of the examples with several turns: short, the same on every machine, split into two parts."""
+"""The made-up words of the examples with several turns, the same on every machine, in two splits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 Split = Literal["train", "held_out"]
 
 HELD_OUT = 128
-"""Words that neither warm-up nor training ever names or starts from, as each example says."""
+"""Words that neither warm-up nor training uses."""
 
 _CONSONANTS, _VOWELS = "bdfgklmnprst", "aeiou"
 
@@ -22,6 +22,5 @@ def every_word() -> list[str]:
 
 
 def words_of(split: Split) -> list[str]:
-    """The words of one split."""
     words = every_word()
     return words[:HELD_OUT] if split == "held_out" else words[HELD_OUT:]

@@ -4,7 +4,7 @@ A model trained on them knows the rules but not how to win, which it learns in s
 the moves wins, where a winning move exists.
 
 `python -m meshrl.environments.nim.demonstrations FOLDER [--share S] [--seed N]` writes `train.jsonl`, and `val.jsonl`
-with the moves of a player who never errs against one who plays at random. Rows have `messages`.
+with the moves of a player who never errs against one who plays at random.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from .game import SYSTEM_PROMPT, heaps, moves, right_move
 
 PASSES = 3
 SHARE = 0.0
-"""Share of moves that are the winning ones."""
+"""Of moves that are the winning ones."""
 
 Messages = list[dict[str, str]]
 
 
 def played_game(heap: int, *, shares: tuple[float, float], source: random.Random) -> tuple[Messages, Messages]:
-    """The messages of the two players of a game; `shares` is how often each makes the winning move on purpose."""
+    """The messages of the two players; `shares` is how often each makes the winning move on purpose."""
     both: tuple[Messages, Messages] = ([], [])
     mover = 0
     while heap:

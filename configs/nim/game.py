@@ -1,4 +1,4 @@
-"""The rules of nim and its tasks; the taskset and the warm-up's demonstrations must agree on them.
+"""The rules of nim and its tasks, for the taskset and the demonstrations.
 
 A heap of matches; the players take 1 to 3 in turns, and who takes the last one wins. From a heap that is no multiple of
 four the mover wins by leaving one.
@@ -20,23 +20,21 @@ TASKS = {"train": 1536, "held_out": 128}
 
 
 def moves(heap: int) -> Sequence[int]:
-    """The moves that the rules allow."""
     return range(1, min(MOST, heap) + 1)
 
 
 def right_move(heap: int) -> int | None:
-    """The only move that wins; None where every move loses against a player who makes no mistake."""
+    """None where every move loses against a player who makes no mistake."""
     return heap % (MOST + 1) or None
 
 
 def read_move(reply: str, heap: int) -> int | None:
-    """The move that a reply makes; None for anything that the rules do not allow."""
+    """None for anything that the rules do not allow."""
     return int(reply) if reply in map(str, moves(heap)) else None
 
 
 def heaps(split: Split) -> list[int]:
-    """What each game begins with, in a fixed order. Held out are heaps from which the policy, which moves first, can
-    win against anybody, by two right moves or more."""
+    """In a fixed order. From a held-out heap the policy, which moves first, can win by two right moves or more."""
     source = random.Random(3)
     chosen = [heap for heap in HEAPS if split == "train" or (heap > MOST and right_move(heap) is not None)]
     return [source.choice(chosen) for _ in range(TASKS[split])]

@@ -1,4 +1,4 @@
-"""The nim taskset and the environment that keeps the heap; hosted by the rollout service."""
+"""The nim taskset and the environment that keeps the heap."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class NimEnvConfig(vf.EnvConfig):  # type: ignore[misc]  # verifiers is untyped 
 
 
 class NimEnv(vf.Env[NimEnvConfig]):  # type: ignore[misc]  # verifiers is untyped for the checker
-    """Keeps the heap: the player in turn reads how many matches are left, and replies with the number to take.
+    """The player in turn reads how many matches are left, and replies with the number to take.
 
     A reply that is no move loses the game at once.
     """

@@ -1,11 +1,10 @@
 """Writes warm-up data for `sft` on reasoning-gym tasks: replies in the requested form, of which a share is right.
 
-The others give the answer to another task of the same dataset. A model trained on them knows the form of a reply but
-is often wrong, which RL improves. The tasks are those of the training environments of a file for `rl`, drawn
-from a seed of their own.
+The others give the answer to another task of the same dataset. The tasks are those of the training environments of a
+file for `rl`, drawn from a seed of their own.
 
 `python -m meshrl.environments.reasoning_demonstrations FILE FOLDER [--share S] [--seed N]` writes `train.jsonl`, and
-`val.jsonl` with right replies. Rows have `prompt` and `completion`, both lists of messages.
+`val.jsonl` with right replies.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ ROWS = {"train": 3000, "val": 64}
 
 
 def tasks(file: Path, *, size: int, seed: int) -> list[list[ReasoningGymTask]]:
-    """Tasks of each training environment of a file for `rl`, none of which that run draws. Raises ValueError for a file
+    """For each training environment of a file for `rl`, tasks that the run does not draw. Raises ValueError for a file
     without tasks of reasoning-gym."""
     named = tomllib.loads(file.read_text(encoding="utf-8")).get("orchestrator", {}).get("train", {}).get("env", [])
     found = []
@@ -44,7 +43,7 @@ def tasks(file: Path, *, size: int, seed: int) -> list[list[ReasoningGymTask]]:
 def demonstrations(
     drawn: list[ReasoningGymTask], *, share: float, source: random.Random
 ) -> Iterator[dict[str, object]]:
-    """One row a task. With probability `share` its answer is the right one, else that of any task."""
+    """With probability `share` a task's answer is the right one, else that of any task."""
     answers = [task.data.answer or "" for task in drawn]
     for task, right in zip(drawn, answers, strict=True):
         answer = right if source.random() < share else source.choice(answers)
@@ -56,7 +55,7 @@ def demonstrations(
 
 
 def write_demonstrations(file: Path, folder: Path, *, share: float = SHARE, seed: int = 0) -> None:
-    """Writes the rows as JSON lines, the datasets shuffled into each other."""
+    """The datasets are shuffled into each other."""
     parts = {}
     for number, (name, size) in enumerate(ROWS.items()):
         source = random.Random(f"{seed}/{name}")
@@ -72,7 +71,6 @@ def write_demonstrations(file: Path, folder: Path, *, share: float = SHARE, seed
 
 
 def main() -> None:
-    """Command `python -m meshrl.environments.reasoning_demonstrations`."""
     parser = argparse.ArgumentParser()
     parser.add_argument("file", type=Path, help="file for rl, whose training environments are of reasoning-gym")
     given = read_arguments(parser, share=SHARE, share_of="right replies")

@@ -1,7 +1,7 @@
 """reasoning-gym's procedural tasks as a taskset: `reasoning_gym:leg_counting` and over a hundred more.
 
-Hosted by the rollout service, which plays and scores them. A task is made from seed and index alone, so nothing is
-downloaded, any task is there at once, and the same index is the same task on every machine.
+A task is made from seed and index alone, so nothing is downloaded, any task is there at once, and the same index is the
+same task on every machine.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["ReasoningGymTaskset"]
 INSTALL = "uv sync --extra reasoning-gym, or uv pip install 'meshrl[reasoning-gym]'"
 
 Entry = JsonObject
-"""A task as reasoning-gym makes it: question, answer, and metadata of the dataset's own kind."""
+"""reasoning-gym's task: question, answer, and metadata of the dataset's own kind."""
 
 
 class ReasoningGymConfig(vf.TasksetConfig):  # type: ignore[misc]  # verifiers is untyped for the checker
@@ -46,18 +46,17 @@ class ReasoningGymConfig(vf.TasksetConfig):  # type: ignore[misc]  # verifiers i
     """Number of tasks."""
 
     seed: int = 42
-    """Seed of all tasks. Another seed makes other tasks: use one of its own for held-out tasks."""
+    """Seed of all tasks; held-out tasks want one of their own."""
 
     prompt_style: str = "default"
     """System prompt, by its name in reasoning-gym: default, simple, direct, chain_of_draft or DeepSeekZero. All ask for
     the answer between <answer> and </answer>."""
 
     instructions: str | None = None
-    """A system prompt of your own in place of prompt_style's; it must ask for <answer> and </answer>, too."""
+    """Your own system prompt in place of prompt_style's; it must ask for <answer> and </answer>, too."""
 
     @property
     def options(self) -> dict[str, object]:
-        """What the dataset is made with."""
         return {**(self.model_extra or {}), "size": self.size, "seed": self.seed}
 
     @model_validator(mode="after")
@@ -72,13 +71,11 @@ class ReasoningGymConfig(vf.TasksetConfig):  # type: ignore[misc]  # verifiers i
 
 
 class ReasoningGymData(vf.TaskData):  # type: ignore[misc]  # verifiers is untyped for the checker
-    """A question, and how its dataset makes it again."""
-
     dataset: str
     options: dict[str, object]
     index: int
     answer: str | None
-    """The dataset's own answer; None where many are right and only its scorer knows."""
+    """None where many are right and only the dataset's scorer knows."""
 
 
 class ReasoningGymTask(vf.Task[ReasoningGymData]):  # type: ignore[misc]  # verifiers is untyped for the checker
@@ -86,7 +83,7 @@ class ReasoningGymTask(vf.Task[ReasoningGymData]):  # type: ignore[misc]  # veri
 
     @vf.reward  # type: ignore[untyped-decorator]  # verifiers is untyped for the checker
     async def correct(self, trace: vf.Trace) -> float:
-        """What the dataset's own scorer gives for the answer, 0 to 1; 0 for one that it cannot read."""
+        """By the dataset's own scorer, 0 to 1; 0 for an answer that it cannot read."""
         answer = _answer(trace)
         score = await asyncio.to_thread(self._score, answer)
         trace.record_metric("unreadable", float(score is None))
@@ -107,15 +104,13 @@ class ReasoningGymTask(vf.Task[ReasoningGymData]):  # type: ignore[misc]  # veri
 
 
 class ReasoningGymTaskset(vf.Taskset[ReasoningGymTask, ReasoningGymConfig]):  # type: ignore[misc]  # verifiers is untyped
-    """The tasks of one dataset. Each is made when it is asked for: some datasets take seconds for one."""
+    """Each task is made when it is asked for: some datasets take seconds for one."""
 
     @property
     def num_tasks(self) -> int:
-        """Number of tasks, none of which is made for it."""
         return int(self.config.size)
 
     def task_at(self, index: int) -> ReasoningGymTask:
-        """Task `index`, 0 to size - 1."""
         config = self.config
         entry = _Dataset.of(config.dataset, config.options).entry(index)
         data = ReasoningGymData(
@@ -134,7 +129,7 @@ class ReasoningGymTaskset(vf.Taskset[ReasoningGymTask, ReasoningGymConfig]):  # 
 
 
 class _Dataset:
-    """One dataset of the package. Some keep state while they make a task, so one thread at a time uses it."""
+    """Some datasets keep state while they make a task, so one thread at a time uses one."""
 
     def __init__(self, name: str, options: Mapping[str, object]) -> None:
         self._dataset = _created(name, options)
@@ -143,10 +138,8 @@ class _Dataset:
 
     @staticmethod
     def of(name: str, options: Mapping[str, object]) -> _Dataset:
-        """The dataset of a name, with options as JSON or TOML writes them. Raises ValueError and ImportError.
-
-        The same object for the same options, so that making it is paid for once.
-        """
+        """Options are as in JSON or TOML. Raises ValueError and ImportError. The same object for the same options, so
+        that making it is paid for once."""
         return _dataset(name, json.dumps(options, sort_keys=True))
 
     def entry(self, index: int) -> Entry:
@@ -165,7 +158,7 @@ def _dataset(name: str, options: str) -> _Dataset:
 
 
 def _created(name: str, options: JsonObject) -> reasoning_gym.dataset.ProceduralDataset:
-    """reasoning-gym's own object. Raises ValueError that says which name or option is wrong."""
+    """Raises ValueError for a wrong name or option."""
     package = _package()
     known = package.factory.DATASETS
     if name not in known:
@@ -191,7 +184,7 @@ def _answer(trace: vf.Trace) -> str | None:
 
 @functools.cache
 def _package() -> ModuleType:
-    """reasoning-gym, imported when it is first needed: it takes seconds. Raises ImportError."""
+    """Imported when it is first needed: it takes seconds. Raises ImportError."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the compilation of a package that it needs

@@ -1,11 +1,10 @@
 """Writes warm-up data for `sft`: conversations in which "Reverse the text." was understood in more than one way.
 
 Some replies have the letters in reverse order, which is what the taskset rewards; the others repeat the text or reverse
-the order of its words. A model trained on them can do all three but does not know which is wanted; RL finds that
-out.
+the order of its words. A model trained on them can do all three; RL finds out which is wanted.
 
 `python -m meshrl.environments.reverse_text.demonstrations FOLDER [--share S] [--seed N]` writes `train.jsonl`, and
-`val.jsonl` with the wanted replies to held-out sentences. Rows have `prompt` and `completion`, both lists of messages.
+`val.jsonl` with the wanted replies to held-out sentences.
 """
 
 from __future__ import annotations
@@ -29,12 +28,10 @@ def letters_reversed(text: str) -> str:
 
 
 def words_reversed(text: str) -> str:
-    """The words in reverse order, each spelled as it was."""
     return " ".join(reversed(text.split()))
 
 
 def repeated(text: str) -> str:
-    """The text as it stands."""
     return text
 
 
@@ -42,7 +39,7 @@ OTHER_READINGS: tuple[Callable[[str], str], ...] = (words_reversed, repeated)
 
 
 def demonstrations(texts: Iterable[str], *, share: float, source: random.Random) -> Iterator[dict[str, object]]:
-    """One row a text. With probability `share` the reply is the rewarded one, else any of the others."""
+    """With probability `share` a reply is the rewarded one, else any of the others."""
     for text in texts:
         right = source.random() < share
         reply = letters_reversed(text) if right else source.choice(OTHER_READINGS)(text)
@@ -53,7 +50,7 @@ def demonstrations(texts: Iterable[str], *, share: float, source: random.Random)
 
 
 def rows(split: Split, /, *, share: float, source: random.Random) -> Iterator[dict[str, object]]:
-    """The rows of a split; each training sentence comes several times, its reading drawn anew."""
+    """Each training sentence comes several times, its reading drawn anew."""
     return demonstrations(sentences(split) * (PASSES if split == "train" else 1), share=share, source=source)
 
 

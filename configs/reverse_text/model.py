@@ -1,4 +1,4 @@
-"""Makes the model that the examples begin with: `python -m meshrl.environments.reverse_text.model FOLDER`."""
+"""Makes the model of the examples: `python -m meshrl.environments.reverse_text.model FOLDER`."""
 
 from meshrl_examples.model import create_model, create_tokenizer, main
 

@@ -1,4 +1,4 @@
-"""The prompt and the sentences of the example: short, real English, the same everywhere, split into two parts."""
+"""The prompt and the sentences of the example: real English, the same everywhere, in two splits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from meshrl_examples.words import Split
 SYSTEM_PROMPT = "Reverse the text."
 
 HELD_OUT = 128
-"""Sentences that neither warm-up nor training ever sees."""
+"""Sentences that neither warm-up nor training uses."""
 
 # fmt: off
 SUBJECTS = (
@@ -33,7 +33,7 @@ PREDICATES = (
 
 
 def sentences(split: Split) -> list[str]:
-    """The sentences of one split, in a fixed shuffled order; 7 to 21 characters each."""
+    """In a fixed shuffled order; 7 to 21 characters each."""
     everything = [f"{subject} {predicate}." for subject, predicate in itertools.product(SUBJECTS, PREDICATES)]
     random.Random(0).shuffle(everything)
     return everything[:HELD_OUT] if split == "held_out" else everything[HELD_OUT:]

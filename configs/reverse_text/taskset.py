@@ -1,4 +1,4 @@
-"""The reverse_text taskset for verifiers; hosted by the rollout service, which plays and scores its tasks."""
+"""The reverse_text taskset for verifiers."""
 
 from __future__ import annotations
 

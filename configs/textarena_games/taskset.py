@@ -1,8 +1,8 @@
 """textarena's games as tasksets: `textarena:2048-v0` for one player, `textarena:TicTacToe-v0` as self-play.
 
-Hosted by the rollout service, which plays and scores them. A game is made from seed and index alone, in the process
-that plays it; nothing is downloaded, so games that need word lists, keys or files from elsewhere are refused with what
-they lack. The policy gets the game's messages as the user's turns, and each reply is a move.
+A game is made from seed and index alone, in the process that plays it; nothing is downloaded, so games that need word
+lists, keys or files from elsewhere are refused. The policy gets the game's messages as the user's turns, and each reply
+is a move.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ INSTALL = "uv sync --extra textarena, or uv pip install 'meshrl[textarena]'"
 SYSTEM_PROMPT = "You play a game. Give each move in square brackets, in the form in which the game asks for it."
 MOST_PLAYERS = 2
 RAW = "-raw"
-"""What textarena calls a game without wrappers, which says only what is new since the player's last move."""
+"""textarena's suffix for a game without wrappers, which shows only what is new since the player's last move."""
 
 
 class TextArenaGameConfig(vf.TasksetConfig):  # type: ignore[misc]  # verifiers is untyped for the checker
@@ -48,14 +48,13 @@ class TextArenaGameConfig(vf.TasksetConfig):  # type: ignore[misc]  # verifiers 
     """Number of tasks."""
 
     seed: int = 0
-    """Seed of all tasks. Another seed makes other tasks: use one of its own for held-out tasks."""
+    """Seed of all tasks; held-out tasks want one of their own."""
 
     players: int | None = Field(default=None, ge=1, le=MOST_PLAYERS)
-    """Players of a game; None is the fewest that the game takes."""
+    """Players of a game. None: the fewest that the game takes."""
 
     @property
     def options(self) -> dict[str, object]:
-        """What the game is made with."""
         return dict(self.model_extra or {})
 
     @model_validator(mode="after")
@@ -67,8 +66,6 @@ class TextArenaGameConfig(vf.TasksetConfig):  # type: ignore[misc]  # verifiers 
 
 
 class TextArenaGameData(vf.TaskData):  # type: ignore[misc]  # verifiers is untyped for the checker
-    """A game, and how it is made again."""
-
     game: str
     options: dict[str, object]
     players: int
@@ -80,15 +77,11 @@ class TextArenaGameTask(vf.Task[TextArenaGameData]):  # type: ignore[misc]  # ve
 
 
 class TextArenaGameTaskset(vf.Taskset[TextArenaGameTask, TextArenaGameConfig]):  # type: ignore[misc]  # verifiers is untyped
-    """Games with other seeds."""
-
     @property
     def num_tasks(self) -> int:
-        """Number of tasks, none of which is made for it."""
         return int(self.config.size)
 
     def task_at(self, index: int) -> TextArenaGameTask:
-        """Task `index`, 0 to size - 1."""
         config = self.config
         data = TextArenaGameData(
             name=f"{config.game}#{index}",
@@ -112,7 +105,7 @@ class TextArenaGameEnvConfig(vf.EnvConfig):  # type: ignore[misc]  # verifiers i
 
 
 class TextArenaGameEnv(vf.Env[TextArenaGameEnvConfig]):  # type: ignore[misc]  # verifiers is untyped for the checker
-    """Steps the game: the player to move gets the game's messages, and the reply is the move."""
+    """The player to move gets the game's messages, and the reply is the move."""
 
     async def run(self, task: TextArenaGameTask, agents: vf.Agents) -> None:
         match = Match(task.data)
@@ -138,7 +131,7 @@ class Match:
     """One game that is being played.
 
     Games draw from Python's and numpy's global random numbers. Each match has states of its own, which are in place
-    while the game moves, so that the same moves always lead to the same game whatever is played beside it.
+    while the game moves, so that the same moves always lead to the same game.
     """
 
     def __init__(self, data: TextArenaGameData) -> None:
@@ -151,7 +144,6 @@ class Match:
 
     @property
     def mover(self) -> int:
-        """Whose move it is."""
         return int(self._env.state.current_player_id)
 
     def observation(self) -> str:
@@ -169,16 +161,15 @@ class Match:
         return "\n".join(said) or "Your move."
 
     def move(self, reply: str) -> None:
-        """Makes the mover's move."""
         with self._own_numbers():
             self.over = bool(self._env.step(reply)[0])
 
     def reward(self, player: int) -> float:
-        """What the game gives a player; 0 for a game that is not over."""
+        """0 while the game is not over."""
         return float((self._env.state.rewards or {}).get(player, 0.0)) if self.over else 0.0
 
     def invalid(self, player: int) -> bool:
-        """True for a player whose invalid moves ended the game."""
+        """The player's invalid moves ended the game."""
         return bool(self._env.state.game_info.get(player, {}).get("invalid_move", False))
 
     @contextmanager
@@ -195,8 +186,7 @@ class Match:
 
 
 def players_of(game: str, options: Mapping[str, object], asked: int | None) -> int:
-    """How many players a game is played with. Raises ValueError for a game that cannot be played here, and
-    ImportError."""
+    """Raises ValueError for a game that cannot be played here, and ImportError."""
     return _players_of(game, json.dumps(options, sort_keys=True), asked)
 
 
@@ -214,7 +204,7 @@ def _players_of(game: str, options: str, asked: int | None) -> int:
 
 
 def _created(game: str, options: Mapping[str, object]) -> textarena.Env:
-    """textarena's own object. Raises ValueError that says which name or option is wrong, or what the game lacks."""
+    """Raises ValueError for a wrong name or option, or a game that lacks something."""
     package = _package()
     known = package.envs.registration.ENV_REGISTRY
     if game + RAW not in known:
@@ -233,14 +223,13 @@ def _created(game: str, options: Mapping[str, object]) -> textarena.Env:
 
 
 def _options_of(entry_point: str) -> set[str]:
-    """What the class of a game can be made with."""
     module, _, name = entry_point.partition(":")
     return set(inspect.signature(getattr(importlib.import_module(module), name)).parameters)
 
 
 @functools.cache
 def _package() -> ModuleType:
-    """textarena, imported when it is first needed. Raises ImportError."""
+    """Imported when it is first needed. Raises ImportError."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the compilation of a package

@@ -1,11 +1,11 @@
 """Writes warm-up data for `sft`: trails followed with the tool by three kinds of players, of which only one is right.
 
 Some ask the tool as often as there are steps; others ask once too seldom or once too often. A model trained on them can
-call the tool, copy its reply and answer, but does not know when to do which; RL teaches that. Each row is a whole
-conversation with the tool as the chat template shows it.
+call the tool, copy its reply and answer; RL teaches when to do which. Each row is a whole conversation with the tool as
+the chat template shows it.
 
 `python -m meshrl.environments.word_trail.demonstrations FOLDER [--share S] [--seed N]` writes `train.jsonl`, and
-`val.jsonl` with right players from held-out words. Rows have `messages` and `tools`.
+`val.jsonl` with right players from held-out words.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ TOOL: dict[str, object] = {
         },
     },
 }
-"""The tool as its server lists it, its keys in the order in which they come over the wire."""
+"""As its server lists it, its keys in the order in which they come over the wire."""
 
 
 def conversation(trail: Trail, steps: int) -> list[dict[str, object]]:
-    """The messages of a player who answers after `steps` calls of the tool."""
+    """Of a player who answers after `steps` calls of the tool."""
     words = Trail(trail.start, steps).words
     messages: list[dict[str, object]] = [
         {"role": "system", "content": SYSTEM_PROMPT},
@@ -62,14 +62,14 @@ def conversation(trail: Trail, steps: int) -> list[dict[str, object]]:
 def demonstrations(
     tasks: Iterable[Trail], *, share: float, source: random.Random
 ) -> Iterator[dict[str, list[dict[str, object]]]]:
-    """One row a trail. With probability `share` it is followed right, else one step too few or too many."""
+    """With probability `share` a trail is followed right, else one step too few or too many."""
     for trail in tasks:
         off = 0 if source.random() < share else source.choice((-1, 1))
         yield {"messages": conversation(trail, trail.steps + off), "tools": [TOOL]}
 
 
 def rows(split: Split, /, *, share: float, source: random.Random) -> Iterator[dict[str, list[dict[str, object]]]]:
-    """The rows of a split; each training trail comes several times, its player drawn anew."""
+    """Each training trail comes several times, its player drawn anew."""
     if split == "held_out":
         return demonstrations(trails(split), share=share, source=source)
     tasks = [Trail(start, steps) for steps in STEPS for start in words_of(split)] * PASSES

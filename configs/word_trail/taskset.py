@@ -1,4 +1,4 @@
-"""The word_trail taskset and its tool; hosted by the rollout service, which plays and scores its tasks."""
+"""The word_trail taskset and its tool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tool server of the word trail: a program of its own that verifiers starts once for all rollouts, over MCP."""
+"""The tool server of the word trail, a program that verifiers starts once for all rollouts, over MCP."""
 
 from __future__ import annotations
 

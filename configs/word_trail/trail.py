@@ -1,4 +1,4 @@
-"""The words of the trail, their order and the tasks; shared by the tool, the taskset and the demonstrations."""
+"""The words of the trail, their order and the tasks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ STEPS = (1, 2, 3)
 
 
 class Trail(NamedTuple):
-    """One task: which word comes `steps` words after `start`."""
+    """The word `steps` words after `start`."""
 
     start: str
     steps: int
@@ -23,7 +23,7 @@ class Trail(NamedTuple):
 
     @property
     def words(self) -> list[str]:
-        """The words on the way, from the start to the answer."""
+        """From the start to the answer."""
         words = [self.start]
         for _ in range(self.steps):
             words.append(word_after(words[-1]))
@@ -37,12 +37,12 @@ def _successors() -> dict[str, str]:
 
 
 def word_after(word: str) -> str:
-    """The next word of the trail. Raises KeyError for a word that is not on it."""
+    """Raises KeyError for a word that is not on the trail."""
     return _successors()[word]
 
 
 def trails(split: Split) -> list[Trail]:
-    """The tasks of a split, which its words start: once each where held out, else once for each number of steps.
+    """The words of a split start once each where held out, else once for each number of steps.
 
     Each word comes before any comes again, and the number of steps changes from one to the next, so that the first
     tasks are as hard as all of them.

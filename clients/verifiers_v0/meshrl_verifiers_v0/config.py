@@ -43,8 +43,6 @@ class OldEnv(Strict):
 
 
 class ServiceConfig(Strict):
-    """The whole configuration of the program."""
-
     env: list[OldEnv] = Field(min_length=1)
     model: str
     engines: list[str] = []
@@ -73,7 +71,7 @@ class ServiceConfig(Strict):
 
 
 def read_config(path: Path) -> ServiceConfig:
-    """Raises SystemExit with one message for a file that is not there or does not fit."""
+    """Raises SystemExit with one message for a file that cannot be used."""
     try:
         return ServiceConfig.model_validate(tomllib.loads(path.read_text()))
     except (OSError, tomllib.TOMLDecodeError) as error:

@@ -24,7 +24,7 @@ PROCESSED = "processed_logprobs"
 
 @dataclass
 class ChatEngine:
-    """One engine, as far as it is known: `version` is None while it does not answer."""
+    """`version` is None while it does not answer."""
 
     url: str
     openai: AsyncOpenAI
@@ -35,7 +35,7 @@ class ChatEngine:
 
 
 class ChatEngines:
-    """All engines: those that are configured, or those that the weight hub lists."""
+    """Those that are configured, or those that the weight hub lists."""
 
     def __init__(self, urls: Iterable[str], hub: WeightSyncClient | None, *, api_key: str, failover_s: float) -> None:
         self._api_key = api_key

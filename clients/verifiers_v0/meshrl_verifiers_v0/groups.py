@@ -28,7 +28,7 @@ RATE_WINDOW_S = 60.0
 
 @dataclass(eq=False)
 class PlayedGroup:
-    """A group that is streaming. `ended`: rollouts that came back, by how."""
+    """`ended`: rollouts that came back, by how."""
 
     request: RolloutRequest
     events: asyncio.Queue[Rollout | MeshError | None] = field(default_factory=asyncio.Queue)
@@ -41,7 +41,7 @@ class PlayedGroup:
         return self.request.group_size - self.ended.total()
 
     def stop(self, how: str) -> int:
-        """Ends what still runs: cancelled, or failed as late. Returns how many rollouts that were."""
+        """Ends the rest as cancelled, or as failed because late. Returns how many rollouts that were."""
         left = self.left
         for task in self.tasks:
             task.cancel()
@@ -55,7 +55,7 @@ class PlayedGroup:
 
 
 class GroupPlayer:
-    """All groups of this program. Used from its event loop only."""
+    """Used from its event loop only."""
 
     def __init__(self, environments: Mapping[str, HostedOldEnv], engines: ChatEngines, max_concurrent: int) -> None:
         self.environments = environments
@@ -72,7 +72,7 @@ class GroupPlayer:
         self._idle.set()
 
     async def run(self, request: RolloutRequest) -> AsyncIterator[RolloutEvent]:
-        """Yields what becomes of each rollout, then the summary. Closing it cancels the group. Raises MeshError."""
+        """Yields each rollout or failure, then the summary. Closing it cancels the group. Raises MeshError."""
         env, row = self._admitted(request)
         group = self._groups[request.group_id] = PlayedGroup(request)
         self._idle.clear()
@@ -102,7 +102,7 @@ class GroupPlayer:
                 self._idle.set()
 
     def cancel(self, group_ids: Collection[str] = ()) -> int:
-        """Stops the named groups, or all. Returns how many rollouts were stopped."""
+        """Stops the named groups, or all. Returns the number of stopped rollouts."""
         named = [group for name, group in self._groups.items() if not group_ids or name in group_ids]
         return sum(group.stop("cancelled") for group in named)
 

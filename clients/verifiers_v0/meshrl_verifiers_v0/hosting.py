@@ -48,11 +48,11 @@ class HostedOldEnv:
 
     @property
     def scores_groups(self) -> bool:
-        """True when rewards compare the rollouts of a group, so that they come all at once."""
+        """Rewards compare the rollouts of a group, so they come all at once."""
         return bool(self._env.requires_group_rollouts)
 
     def row(self, request: RolloutRequest) -> Row:
-        """The task of a request. Raises MeshError UNKNOWN_TASK or INVALID_REQUEST."""
+        """Raises MeshError UNKNOWN_TASK or INVALID_REQUEST."""
         if request.task_payload is not None:
             return _row_of_payload(request.task_payload)
         index = request.task_index or 0
@@ -64,7 +64,7 @@ class HostedOldEnv:
         return request.sampling.over(self._defaults)
 
     async def play(self, row: Row, request: RolloutRequest, index: int) -> Rollout:
-        """Rollout `index` of a group, scored by itself. Raises MeshError."""
+        """Rollout `index`, scored by itself. Raises MeshError."""
         state, client = await self._run(row, request, index)
         if client.calls.failure is not None:
             raise client.calls.failure
@@ -73,7 +73,7 @@ class HostedOldEnv:
         return self._rollout(state, client, row, request)
 
     async def play_group(self, row: Row, request: RolloutRequest) -> AsyncIterator[Rollout | MeshError]:
-        """All rollouts of a group, scored together; a MeshError in place of each that failed."""
+        """All rollouts, scored together; a MeshError in place of each that failed."""
         runs = (self._run(row, request, index) for index in range(request.group_size))
         played = await asyncio.gather(*runs, return_exceptions=True)
         whole = [one for one in played if not isinstance(one, BaseException)]
@@ -102,7 +102,7 @@ class HostedOldEnv:
 
 
 def load(config: OldEnv) -> vf.Environment:
-    """Imports and builds an environment, with its data. Raises SystemExit with one message when it cannot."""
+    """Imports and builds an environment, with its data. Raises SystemExit with one message."""
     try:
         env = vf.load_environment(config.id, **config.args)
         _ = env.get_eval_dataset() if config.split == "eval" else env.get_dataset()
@@ -116,7 +116,7 @@ def load(config: OldEnv) -> vf.Environment:
 
 
 def sampling_args(sampling: Sampling, index: int) -> dict[str, Any]:
-    """What verifiers hands to the chat API. An engine's own defaults would change the distribution unseen."""
+    """For the chat API. An engine's own defaults would change the distribution unseen."""
     extra: dict[str, Any] = {"top_k": sampling.top_k or 0, "min_p": sampling.min_p or 0.0}
     if sampling.max_tokens is not None:
         extra["max_tokens"] = sampling.max_tokens

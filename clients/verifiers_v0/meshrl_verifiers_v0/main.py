@@ -44,7 +44,7 @@ def main() -> None:
 
 
 async def serve(config: ServiceConfig, loaded: Sequence[vf.Environment]) -> None:
-    """Serves the environments of `config.env`, loaded in this order, until the process is asked to stop."""
+    """The environments of `config.env` are loaded in this order."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

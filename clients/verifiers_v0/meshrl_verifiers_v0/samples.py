@@ -19,7 +19,7 @@ Spans = list[tuple[int, int, int]]
 
 @dataclass
 class Sampled:
-    """The fields of one completion that the wire needs and verifiers does not keep."""
+    """The fields of a completion that the wire needs and verifiers does not keep."""
 
     spans: Spans
     prompt_version: int | None = None
@@ -27,7 +27,7 @@ class Sampled:
 
 @dataclass
 class Calls:
-    """The completions of one rollout by their id, and why a call of it failed."""
+    """A rollout's completions by their id, and why a call failed."""
 
     sampled: dict[str, Sampled] = field(default_factory=dict)
     failure: MeshError | None = None
@@ -43,7 +43,7 @@ class OpenSample:
     spans: list[VersionSpan] = field(default_factory=list)
 
     def extended_by(self, prompt_ids: Sequence[int]) -> bool:
-        """True when a prompt continues these very tokens."""
+        """The prompt continues these very tokens."""
         return list(prompt_ids[: len(self.ids)]) == self.ids
 
     def add(self, tokens: Mapping[str, Any], sampled: Sampled) -> None:
@@ -72,7 +72,7 @@ class OpenSample:
 
 
 def samples_of(steps: Sequence[Mapping[str, Any]], calls: Calls, temperature: float) -> tuple[Sample, ...]:
-    """A sample for each run of turns in which each prompt continues the tokens of the turn before."""
+    """One for each run of turns in which each prompt continues the tokens of the turn before."""
     made: list[OpenSample] = []
     for step in steps:
         tokens = step["tokens"]
@@ -87,7 +87,7 @@ def samples_of(steps: Sequence[Mapping[str, Any]], calls: Calls, temperature: fl
 def rollout_of(
     state: Mapping[str, Any], calls: Calls, request: RolloutRequest, *, key: str, temperature: float
 ) -> Rollout:
-    """The rollout of a scored state. Raises MeshError with the reason for which there is none."""
+    """Raises MeshError for a state without a rollout."""
     if calls.failure is not None:
         raise calls.failure
     if state.get("error") is not None:

@@ -49,7 +49,6 @@ class OldEnvServicer(pb_grpc.RolloutServiceServicer):
 
 
 async def abort(context: grpc.aio.ServicerContext, error: MeshError) -> NoReturn:
-    """Ends a call with the error and its details."""
     status = to_rpc_status(error)
     await context.abort(error.reason.code, status.message, ((STATUS_DETAILS_KEY, status.SerializeToString()),))
     raise AssertionError("abort raises")

@@ -1,1 +1,1 @@
-"""How `rollout` finds and plays environments, which are tasksets for verifiers: plugins, and the in-process harness."""
+"""How `rollout` finds and plays environments, which are tasksets for verifiers."""

@@ -1,7 +1,6 @@
 """Plays an agent's side of an episode inside the rollout process: a chat loop that asks for one completion at a time.
 
-verifiers starts it with a task and the address of its interception server, which samples, records and scores. The
-harnesses of verifiers start a program for each rollout; this one is a coroutine, so a rollout costs milliseconds. The
+verifiers' own harnesses start a program for each rollout; this one is a coroutine, so a rollout costs milliseconds. The
 hosting process (`hosted_by`) samples its turns without HTTP if verifiers does nothing to the requests (`Turns`), shares
 one set of HTTP connections among the others, and learns what each rollout is doing.
 """
@@ -41,7 +40,7 @@ __all__ = [
 ]
 
 ChatMessage = dict[str, Any]
-"""A message, or a tool, as the chat completions API writes it."""
+"""A message, or a tool, of the chat completions API."""
 
 TOOL_DISCOVERY_DEADLINE_S = 60.0
 OK = ProgramResult(exit_code=0, stdout="", stderr="")
@@ -49,7 +48,7 @@ OK = ProgramResult(exit_code=0, stdout="", stderr="")
 
 @dataclass(frozen=True)
 class RefusedCall:
-    """A failed model call: the HTTP status and body that the interception server answers, or would answer."""
+    """A failed model call: the HTTP status and body of the interception server's answer."""
 
     status: int
     detail: str
@@ -60,7 +59,7 @@ class Turns(Protocol):
         """The conversation's next messages, typed."""
 
     async def complete(self, messages: list[Message], tools: list[Tool]) -> AssistantMessage | RefusedCall | None:
-        """One completion. None when the rollout was stopped instead of answered."""
+        """None when the rollout was stopped instead of answered."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +77,9 @@ _HOST: ContextVar[HarnessHost] = ContextVar("harness_host")
 
 
 def open_connections() -> aiohttp.ClientSession:
-    """Connections to an interception server, one for each call at once, kept open between calls. The only deadline for
-    connecting is the kernel's: the server is in this process, so the kernel connects or refuses at once, and a deadline
-    of the event loop would only measure its load. The rollout's own deadline ends a call."""
+    """To an interception server, one for each call at once, kept open between calls. The only deadline for connecting
+    is the kernel's: the server is in this process, so the kernel connects or refuses at once, and a deadline of the
+    event loop would only measure its load. The rollout's own deadline ends a call."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0),
         timeout=aiohttp.ClientTimeout(total=None, connect=None, sock_connect=None, sock_read=None),
@@ -99,11 +98,11 @@ def hosted_by(host: HarnessHost) -> Iterator[None]:
 
 
 class InProcessHarnessConfig(HarnessConfig):  # type: ignore[misc]  # verifiers is untyped for the checker
-    """Options of the in-process harness: those of every harness."""
+    """The options of every harness."""
 
 
 class InProcessHarness(Harness[InProcessHarnessConfig]):  # type: ignore[misc]  # verifiers is untyped for the checker
-    """A chat loop with the taskset's tools, if it has any; the model gets no shell and no files."""
+    """A chat loop with the taskset's tools; the model gets no shell and no files."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_MCP = True
@@ -120,7 +119,7 @@ class InProcessHarness(Harness[InProcessHarnessConfig]):  # type: ignore[misc]  
 
 
 class ChatSession(HarnessSession):  # type: ignore[misc]  # verifiers is untyped for the checker
-    """One agent's conversation: keeps its messages, its connections and its tools from one user turn to the next."""
+    """Keeps an agent's messages, connections and tools from one user turn to the next."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)

@@ -1,7 +1,4 @@
-"""Explains why an environment's module cannot be loaded, and how to install it.
-
-Used by the rollout program, and by the preflight checks of `rl`, when verifiers finds no taskset behind an id.
-"""
+"""Explains why an environment's module cannot be loaded, and how to install it."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from meshrl.environments.plugins import registered
 
 HUB = "https://hub.primeintellect.ai"
 TRIED = re.compile(r"\w+ '.*' not found \(tried to import '(.*?)'\)")
-"""How verifiers begins to say that there is no module for an id."""
+"""Begins verifiers' message when there is no module for an id."""
 OLD_API = re.compile(r"^(async )?def load_environment\(", re.MULTILINE)
 
 
@@ -39,7 +36,6 @@ def why_not_loaded(taskset_id: str, error: Exception) -> str:
 
 
 def how_to_install(taskset_id: str) -> str:
-    """The ways in which a taskset comes into this Python."""
     owner, _, name = taskset_id.partition("@")[0].rpartition("/")
     package = module_of(name).partition(".")[0]
     own = (
@@ -58,12 +54,12 @@ def how_to_install(taskset_id: str) -> str:
 
 
 def module_of(taskset_id: str) -> str:
-    """The module that verifiers imports for an id: `owner/my-words@1.0` is in my_words."""
+    """The module that verifiers imports: `owner/my-words@1.0` is in my_words."""
     return taskset_id.rpartition("/")[2].partition("@")[0].replace("-", "_").lower()
 
 
 def is_of_the_old_api(module: str) -> bool:
-    """True for a module that defines load_environment and no taskset. It is read, not imported."""
+    """The module defines load_environment and no taskset. It is read, not imported."""
     try:
         found = importlib.util.find_spec(module)
     except (ImportError, ValueError):  # there is no such package, or it is no module
@@ -77,8 +73,8 @@ def is_of_the_old_api(module: str) -> bool:
 
 
 def _absent_module(error: Exception) -> str | None:
-    """Name of the module that was not found: verifiers raises an error of its own from that of the import. None for any
-    other error, such as a taskset's own ImportError."""
+    """verifiers raises an error of its own from that of the import. None for any other error, such as a taskset's own
+    ImportError."""
     cause: BaseException | None = error
     while isinstance(cause, ModuleNotFoundError):
         if cause.name:

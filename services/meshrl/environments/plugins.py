@@ -1,12 +1,10 @@
 """Finds the modules behind environment and harness ids, in the form in which verifiers loads them.
 
 verifiers resolves a plugin by a top-level module name, so a dotted module (`meshrl.environments.harness`, or one inside
-a user's package) is imported here once and entered in `sys.modules` under its name with underscores. Nothing is loaded
-twice and nothing of verifiers is changed.
+a user's package) is imported here once and entered in `sys.modules` under its name with underscores.
 
-A distribution gives its tasksets short ids by entry points: `meshrl.environments` has the module of each id, and
-`meshrl.environments.families` the module and the option of ids with a colon, as `meshrl.environments.nim` and
-`meshrl.environments.reasoning_mix:dataset`. `meshrl-examples` does.
+A distribution gives its tasksets short ids by entry points, as `meshrl-examples` does: `meshrl.environments` has the
+module of each id, and `meshrl.environments.families` the module and the option of ids with a colon.
 """
 
 from __future__ import annotations
@@ -29,13 +27,13 @@ NAMESAKES = {
 
 @cache
 def registered(group: str = TASKSETS) -> Mapping[str, EntryPoint]:
-    """The entry points of a group, by the ids of tasksets."""
+    """A group's entry points, by the ids of tasksets."""
     return {found.name: found for found in entry_points(group=group)}
 
 
 def plugin_id(module_id: str) -> str:
-    """Returns the id under which verifiers finds `module_id`: a registered one, a dotted module, or an id of its own.
-    Raises ModuleNotFoundError when a registered or dotted module does not exist."""
+    """The id under which verifiers finds a registered id, a dotted module, or an id of its own. Raises
+    ModuleNotFoundError when a registered or dotted module does not exist."""
     found = registered().get(_short(module_id))
     dotted = found.module if found is not None else module_id
     if "." not in dotted or "/" in dotted:

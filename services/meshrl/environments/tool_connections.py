@@ -1,8 +1,7 @@
 """Keeps connections to tool servers that all rollouts of an environment share, from one rollout to the next.
 
-The host of the in-process harness lends them to its conversations. Opening one costs as much as many calls: a
-handshake, a listing of the tools, and certificates. A connection is kept only if the server cannot distinguish
-rollouts: a shared server at one address for all, and a protocol without sessions.
+Opening one costs as much as many calls: a handshake, a listing of the tools, and certificates. A connection is kept
+only if the server cannot distinguish rollouts: a shared server at one address for all, and a protocol without sessions.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from meshrl.wire.values import JsonObject
 
 IDLE_AT_MOST = 512
 KEPT_S = 60.0
-"""After so long a connection is opened anew, which asks the server again which tools it has."""
+"""An older connection is opened anew, which asks the server again for its tools."""
 
 Servers = Mapping[str, Mapping[str, object]]
-"""Tool servers by name: `url` and `timeout` of each."""
+"""`url` and `timeout` of each tool server, by name."""
 
 
 @dataclass(eq=False)
 class ToolConnection:
-    """Open connections to the tool servers of one rollout, and the tools that they listed, as the chat API has them."""
+    """Open connections to the tool servers of one rollout, and their tools in the chat API's form."""
 
     key: str
     stack: AsyncExitStack
@@ -41,7 +40,7 @@ class ToolConnection:
 
     @property
     def without_sessions(self) -> bool:
-        """True while all are up and speak a protocol in which the server keeps nothing between two calls."""
+        """All are up and speak a protocol in which the server keeps nothing between two calls."""
         from mcp_types.version import MODERN_PROTOCOL_VERSIONS  # only tasksets with tools load it
 
         return all(
@@ -55,7 +54,7 @@ class ToolConnection:
 
 
 class ToolConnections:
-    """Connections that wait for their next rollout. `shared`: addresses that are the same for all rollouts."""
+    """`shared`: addresses that are the same for all rollouts."""
 
     def __init__(self, shared: frozenset[str], clock: Callable[[], float] = time.monotonic) -> None:
         self._shared = shared
@@ -63,7 +62,7 @@ class ToolConnections:
         self._idle: defaultdict[str, list[ToolConnection]] = defaultdict(list)
 
     async def take(self, servers: Servers) -> ToolConnection:
-        """Connections to `servers`: kept ones, or new ones. Raises what connecting raises."""
+        """Kept connections, or new ones. Raises what connecting raises."""
         key = repr(sorted((name, *sorted(spec.items())) for name, spec in servers.items()))
         while idle := self._idle[key]:
             kept = idle.pop()

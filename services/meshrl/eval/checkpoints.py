@@ -15,7 +15,7 @@ FINAL = "final"
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluatedWeights:
-    """One set of weights. `folder` None: as the engine was started; `name` stands in every result of it."""
+    """`folder` None: as the engine was started; `name` stands in every result."""
 
     name: str
     step: int

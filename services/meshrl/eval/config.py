@@ -34,32 +34,32 @@ class EvaluationConfig(TrialsConfig):
     }  # fmt: skip
 
     slurm: SlurmConfig | None = None
-    """Submit the evaluation as a SLURM job. None starts it here."""
+    """Submit the evaluation as a SLURM job. None: start it here."""
 
     deployment: OneNodeConfig = OneNodeConfig()
     """The node of the job."""
 
     weights_dir: Path | None = None
-    """Folder of the checkpoints of a run, OUTPUT_DIR/weights: they are loaded one after the other into the engines,
-    which must see it under the same path. None evaluates the served weights."""
+    """Folder of a run's checkpoints, OUTPUT_DIR/weights: they are loaded one after the other into the engines, which
+    must see it under the same path. None: the served weights."""
 
     steps: Annotated[list[int], Field(min_length=1)] | None = None
-    """Steps whose checkpoints are evaluated. None is all that weights_dir holds."""
+    """Steps whose checkpoints are evaluated. None: all of weights_dir."""
 
     eval_base: bool = True
-    """Before the checkpoints, evaluate the model that the engines were started with as well."""
+    """Also evaluate the model that the engines were started with, before the checkpoints."""
 
     pass_threshold: float = 1.0
-    """A rollout passes when its reward is at least this; pass@k is about rollouts that pass."""
+    """Least reward of a rollout that passes, for pass@k."""
 
     bootstrap_samples: int = Field(default=1000, ge=100)
-    """Resamplings of the tasks that the intervals are taken from."""
+    """Resamplings of the tasks, for the intervals."""
 
     output_dir: Path = Path("outputs/eval")
     """Folder for results, table, curve and logs. One with results of the same settings is continued."""
 
     wandb: WandbConfig | None = None
-    """Weights & Biases. None means off."""
+    """Weights & Biases. None: off."""
 
     @model_validator(mode="after")
     def _what(self) -> Self:

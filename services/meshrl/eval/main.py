@@ -1,4 +1,4 @@
-"""The `eval` program: reads its configuration, finds the weights to evaluate, and runs `Evaluation` with what plays."""
+"""The `eval` program: its configuration, the weights to evaluate, and the run of both."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def submit_eval(config: EvaluationConfig, dry_run: bool) -> str | None:
-    """Writes the job and, unless it is a dry run, submits it. None if there is no [slurm]. Raises ConfigError."""
+    """Writes the job and, unless it is a dry run, submits it. None without [slurm]. Raises ConfigError."""
     if config.slurm is None:
         return None
     job = BatchJob(

@@ -24,7 +24,7 @@ from meshrl.wire.values import JsonObject
 
 class Evaluation:
     """`loads`: the engines load each set; else the served weights are evaluated. A rollout passes from a reward of
-    `pass_threshold` on; intervals are taken from so many `resamplings` of the tasks."""
+    `pass_threshold` on."""
 
     def __init__(
         self,

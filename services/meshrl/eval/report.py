@@ -45,7 +45,7 @@ def table(points: Sequence[EvaluationPoint]) -> str:
 
 
 def write_report(folder: Path, points: Sequence[EvaluationPoint]) -> None:
-    """Writes summary.json, table.md, metrics.jsonl and, with matplotlib and steps to draw, curve.png. Blocks."""
+    """With matplotlib and steps to draw, also a curve. Blocks."""
     write_file(folder / SUMMARY, json.dumps([_summary(point) for point in points], indent=2) + "\n")
     write_file(folder / TABLE, table(points) + "\n")
     write_file(folder / METRICS, "".join(json.dumps(record(point)) + "\n" for point in points))

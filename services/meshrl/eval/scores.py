@@ -1,4 +1,4 @@
-"""Scores of one set of weights in one environment, with how sure they are; pure, over the rows of the results."""
+"""Scores of one set of weights in one environment, with how sure they are. No I/O."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class EnvironmentScores:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The same under the names that the evaluations of a run have."""
+        """Named as in the evaluations of a run."""
         name, k = f"eval/{self.environment}", self.group_size
         values = {
             f"{name}/asked": float(self.asked),
@@ -69,7 +69,7 @@ def score(
     pass_threshold: float,
     resamplings: int,
 ) -> EnvironmentScores:
-    """The scores over these rows, all of `environment` and of one set of weights."""
+    """`rows` are of `environment` and of one set of weights."""
     by_task: dict[int, list[float]] = defaultdict(list)
     for row in rows:
         by_task[row["task"]].append(row["reward"])
@@ -108,7 +108,7 @@ def pass_at_k(tried: int, passed: int, k: int) -> float:
 
 
 def _draws(tasks: int, resamplings: int) -> NDArray[np.int64]:
-    """(resamplings, tasks): which tasks each resampling holds; the same for the same number of tasks."""
+    """(resamplings, tasks): the tasks of each resampling; the same for the same number of tasks."""
     return np.random.default_rng(0).integers(0, max(1, tasks), size=(resamplings, tasks))
 
 

@@ -1,9 +1,8 @@
 """Caches computations of pydantic, verifiers and tokenizers that give the same result in every rollout.
 
-`hosting` installs the caches before it loads environments. Each function is replaced by one with the same results, and
-only where the installed version still has it; the contract tests compare them. One worker process plays 300 rollouts/s
-with them and 174 without, while a core is to make 200 (`bench_workers.py --workers 1 --in-flight 64 --rollouts 480`, in
-turns, on two cores).
+Each function is replaced by one with the same results, where the installed version still has it; the contract tests
+compare them. One worker process plays 300 rollouts/s with the caches and 174 without (`bench_workers.py --workers 1
+--in-flight 64 --rollouts 480`, on two cores).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ FoundT = TypeVar("FoundT")
 Teardown = Callable[[SubprocessRuntime], Awaitable[None]]
 
 KEPT = 4096
-"""Most entries of each cache."""
+"""Entries of each cache."""
 
 
 def install() -> None:
@@ -40,7 +39,7 @@ def install() -> None:
 
 
 def _replace(modules: tuple[ModuleType | type, ...], name: str, wrap: Callable[[FoundT], object]) -> None:
-    """Wraps the function that all of `modules` know by `name`; in a class it may be a property."""
+    """Wraps a function, or a property of a class, in each of `modules` that has it."""
     found: FoundT | None = getattr(modules[0], name, None)
     if found is None or hasattr(found, "__wrapped__"):
         return
@@ -51,7 +50,7 @@ def _replace(modules: tuple[ModuleType | type, ...], name: str, wrap: Callable[[
 
 
 def _cache_names(discover: Callable[[object, str], list[Callable[..., object]]]) -> Callable[..., object]:
-    """`discover_decorated`, which looks through all attributes of a class for those that are marked."""
+    """`discover_decorated`, which looks through all attributes of a class."""
     names_of: dict[tuple[type, str], dict[str, None]] = {}
 
     @functools.wraps(discover)
@@ -71,7 +70,7 @@ def _cache_names(discover: Callable[[object, str], list[Callable[..., object]]])
 
 
 def _cache_parameters(invoke: Callable[..., object]) -> Callable[..., object]:
-    """`invoke`, which reads a hook's signature to learn what it wants."""
+    """`invoke`, which reads the signature of a hook."""
 
     wanted: dict[Callable[..., object], tuple[str, ...]] = {}
 
@@ -90,7 +89,7 @@ def _cache_parameters(invoke: Callable[..., object]) -> Callable[..., object]:
 
 
 class _Remembered(property):
-    """A property that is remembered; `__wrapped__` is what it was."""
+    """`__wrapped__` is the property without a cache."""
 
     __wrapped__: property
 
@@ -112,7 +111,7 @@ def _cache_hash(plain: property) -> property:
 
 
 def _remove_empty_folder_first(teardown: Teardown) -> Teardown:
-    """`SubprocessRuntime.teardown`, which has a thread look through the folder of each rollout."""
+    """`SubprocessRuntime.teardown`, which has a thread look through the folder."""
 
     @functools.wraps(teardown)
     async def quick(runtime: SubprocessRuntime) -> None:

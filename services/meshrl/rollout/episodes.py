@@ -1,7 +1,7 @@
 """Plays the episodes of one group in this process: from its task to rollouts that training can use.
 
-Called by `runner`. `hosting` runs verifiers' side of an episode, the model client in `engines` samples its turns
-and writes each call into a session, `samples` makes rollouts of both.
+`hosting` runs verifiers' side of an episode, the model client in `engines` samples its turns and writes each call into
+a session, `samples` makes rollouts of both.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from meshrl.wire.types import EnvironmentInfo, Rollout, RolloutFailure, RolloutR
 LOOK_EVERY_S = 1.0
 CLEAN_UP_S = 10.0
 STOOD_STILL_S = 0.5
-"""A look that comes later than this was held up by code of unknown origin that blocked the event loop."""
+"""A look that comes later than this was held up by code that blocked the event loop."""
 
 
 class EpisodePlayer:
-    """Plays groups of one environment that this process hosts, and ends each overdue episode by `deadlines`. `text`
-    makes samples of the play of a model without tokens."""
+    """Plays groups of one environment, and ends each overdue episode by `deadlines`. `text` makes samples of a model
+    without tokens."""
 
     def __init__(
         self,
@@ -66,8 +66,7 @@ class EpisodePlayer:
         return self.hosted.info
 
     async def open(self, request: RolloutRequest) -> LocalEpisodes:
-        """Finds the group's task. Raises MeshError UNKNOWN_TASK, INVALID_REQUEST or ENVIRONMENT_FAILED as `TaskSource`
-        does."""
+        """Finds the group's task. Raises MeshError UNKNOWN_TASK, INVALID_REQUEST or ENVIRONMENT_FAILED."""
         if self.text is None and isinstance(self.client, ChatServers):
             refuse_training(request)
         tasks = self.hosted.tasks
@@ -93,9 +92,8 @@ class LocalEpisodes:
         self._playing: dict[int, _Progress] = {}
 
     async def play(self, index: int) -> tuple[Rollout, ...] | RolloutFailure:
-        """Plays episode `index` to its end: a rollout for each agent that trains, or why there are none. An overdue one
-        is abandoned with its stage, and its task ends behind that; time in which code blocked the event loop counts for
-        no rollout. Raises nothing but CancelledError."""
+        """Plays episode `index` to its end. An overdue one is abandoned with its stage, and its task ends behind that;
+        time in which code blocked the event loop counts for no rollout. Raises nothing but CancelledError."""
         if (look_every_s := self._player.look_every_s) is None:
             return await self._episode(index)
         began_s, stage_began_s, stage_still_s = time.time(), 0.0, 0.0
@@ -125,7 +123,7 @@ class LocalEpisodes:
             raise
 
     def _give_up(self, playing: asyncio.Task[tuple[Rollout, ...] | RolloutFailure]) -> None:
-        """Cancels an episode without waiting for it, since it may hold on to its cancellation for long."""
+        """Does not wait, since an episode may hold on to its cancellation for long."""
         playing.cancel()
         self._player.ending.add(playing)
         playing.add_done_callback(self._player.ending.discard)
@@ -189,7 +187,7 @@ class LocalEpisodes:
         """Nothing is held beyond the episodes."""
 
     def _open_session(self, index: int, sessions: dict[str, Session], traceparent: str, trace: Trace) -> None:
-        """Called by verifiers with the trace of each agent's run as it begins."""
+        """Called by verifiers as an agent's run begins."""
         request = self._request
         session = Session(
             self._need,
@@ -207,7 +205,7 @@ class LocalEpisodes:
 
 
 class _Progress:
-    """How far one episode is: `latest` is the agent's run that began last."""
+    """How far an episode is: `latest` is the agent's run that began last."""
 
     def __init__(self) -> None:
         self.latest: tuple[Trace, Session] | None = None
@@ -229,8 +227,8 @@ class _Progress:
 
 
 def stage_of(trace: Trace, session: Session) -> RolloutStage:
-    """An agent's stage, and since when. verifiers stamps the begin of each stage on the trace; within the agent's stage
-    the session knows the call."""
+    """An agent's stage by the times that verifiers stamps on the trace; within the agent's own stage the session knows
+    the call."""
     timing = trace.timing
     setup, scoring = StageKind.SETUP, StageKind.SCORING
     stages = (
@@ -263,11 +261,11 @@ def _describe(span: Span, rollouts: tuple[Rollout, ...], sessions: Mapping[str, 
 
 
 def _current(span: Span) -> AbstractContextManager[Span]:
-    """Makes the span current, so that log lines inside name its trace. Its outcome is recorded at its end."""
+    """Log lines inside name the span's trace. Its outcome is recorded at its end."""
     return use_span(span, record_exception=False, set_status_on_exception=False)
 
 
 def _asked_to_end() -> bool:
-    """True if this task was cancelled; False for a CancelledError that an environment raised."""
+    """False for a CancelledError that an environment raised."""
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0

@@ -1,8 +1,6 @@
-"""Admits groups, starts their rollouts in order, and counts how each ends. No I/O, no clock: the time comes with each
-event.
+"""Admits groups, starts their rollouts in order, and counts how each ends. No I/O; the time comes with each event.
 
-Used by `runner` alone. A rollout goes waiting -> running -> finished | failed | cancelled, and a waiting one may
-fail or be cancelled too; it is counted once.
+A rollout goes waiting -> running -> finished | failed | cancelled; a waiting one may fail or be cancelled too.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ class Outcome(enum.Enum):
 
 @dataclass
 class AdmittedGroup:
-    """One admitted request. Its rollouts are numbered from 0 to group_size - 1."""
+    """One admitted request; its rollouts are numbered from 0."""
 
     request: RolloutRequest
     waiting: deque[int]
@@ -51,10 +49,9 @@ class AdmittedGroup:
 
 
 class Admissions:
-    """All groups of a server, with at most `max_concurrent` rollouts running and `max_queued` waiting. A free place
-    goes to the oldest group of the run with the fewest rollouts running. `max_per_run`: how many rollouts of one run
-    may run and wait; None: as many as of all. `one_call_a_group`: refuse a group_id that runs; False for a worker
-    process, which gets a call for each rollout."""
+    """All groups of a server. A free place goes to the oldest group of the run with the fewest rollouts running.
+    `max_per_run`: how many rollouts of one run may run and wait. `one_call_a_group`: refuse a group_id that runs; False
+    for a worker process, which gets a call for each rollout."""
 
     def __init__(
         self,
@@ -65,9 +62,7 @@ class Admissions:
         one_call_a_group: bool = True,
     ) -> None:
         self.running = 0
-        """Rollouts that run now, over all groups."""
         self.queued = 0
-        """Rollouts that wait for a place, over all groups."""
         self.max_concurrent = max_concurrent
         """May change; rollouts beyond a lower one go on."""
         self._max_queued = max_queued
@@ -82,11 +77,11 @@ class Admissions:
         self.finished = 0
         self.failures: Counter[str] = Counter()
         self.ended_of: dict[str, Counter[Outcome]] = {}
-        """How the rollouts of each run ended; beyond MAX_RUNS the oldest run is forgotten."""
+        """Outcomes by run; beyond MAX_RUNS the oldest run is forgotten."""
         self.draining = False
 
     def refuse(self, request: RolloutRequest, now: float) -> None:
-        """Raises the MeshError for which a group cannot be admitted now, if any."""
+        """Raises the MeshError for which a group cannot be admitted now."""
         size, run_id = request.group_size, request.run_id
         if self.draining:
             raise MeshError(Reason.DRAINING, "this server is draining; send the group to another one")
@@ -128,8 +123,8 @@ class Admissions:
         return group
 
     def start(self) -> list[tuple[AdmittedGroup, int]]:
-        """Moves waiting rollouts into free places, and returns them. Called after every rollout that ends, so it looks
-        only at groups that it starts from."""
+        """Moves waiting rollouts into free places. Called after every rollout, so it looks only at groups that it
+        starts from."""
         started: list[tuple[AdmittedGroup, int]] = []
         for _ in range(min(self.max_concurrent - self.running, self.queued)):
             group = next(iter(min(self._waiting.items(), key=lambda item: self._running_of[item[0]])[1].values()))
@@ -153,7 +148,7 @@ class Admissions:
         reason: str = "",
         sampled_tokens: int = 0,
     ) -> bool:
-        """A running rollout ended; False when it had ended before (it was cancelled or its deadline passed)."""
+        """Counts the end of a running rollout; False if it had ended before (cancelled or late)."""
         if index not in group.running:
             return False
         group.running.discard(index)
@@ -165,7 +160,7 @@ class Admissions:
     def end(
         self, group: AdmittedGroup, outcome: Outcome, now: float, *, reason: str = ""
     ) -> tuple[list[int], list[int]]:
-        """Ends the rest of a group; returns the rollouts that ran (stop them) and those that waited."""
+        """Ends the rest of a group. Returns the rollouts that ran, for the caller to stop, and those that waited."""
         running, waiting = sorted(group.running), list(group.waiting)
         group.running.clear()
         group.waiting.clear()
@@ -190,7 +185,7 @@ class Admissions:
             self._waiting.pop(group.request.run_id, None)
 
     def named(self, group_ids: Collection[str]) -> list[AdmittedGroup]:
-        """The groups that run under these ids; all of them when none is given."""
+        """The running groups with these ids, or all."""
         return [group for group in self._groups.values() if not group_ids or group.request.group_id in group_ids]
 
     def remove(self, group: AdmittedGroup) -> None:
@@ -198,7 +193,7 @@ class Admissions:
             self._group_ids.discard(group.request.group_id)
 
     def rate(self, now: float) -> float:
-        """Rollouts finished a second, over the last minute."""
+        """Finished rollouts a second, over the last minute."""
         self._forget_finished(now)
         return len(self._finished_at) / RATE_WINDOW_S
 
@@ -235,5 +230,5 @@ LATE = "not finished within deadline_s = "
 
 
 def late(request: RolloutRequest) -> str:
-    """The beginning of every message about a group's deadline."""
+    """Begins every message about a group's deadline."""
     return f"{LATE}{request.deadline_s:g}"

@@ -1,7 +1,4 @@
-"""Loads environments and keeps them ready to play: one `HostedEnvironment` for each entry of the configuration.
-
-Fed by `main` with the configuration, asked by `episodes` for tasks and for episodes of them.
-"""
+"""Loads environments and keeps them ready to play: one `HostedEnvironment` for each entry of the configuration."""
 
 from __future__ import annotations
 
@@ -51,21 +48,21 @@ from meshrl.rollout.tasks import TaskSource
 from meshrl.wire.types import EnvironmentInfo, Sampling
 
 PolicyClient = EngineClient | ChatServers
-"""How the policy's turns are sampled."""
+"""Samples the policy's turns."""
 
 NO_HARNESS_OF_ITS_OWN = "bash"
-"""What verifiers falls back to for a taskset that brings no harness; ours takes its place."""
+"""verifiers' harness for a taskset that brings none; ours takes its place."""
 
 CHAT_LOOP = "null"
-"""verifiers' harness that is a chat loop as ours, in a program for each rollout. Ours takes its place if a role has it
-by default (as the user of user-sim), not if the configuration names it."""
+"""verifiers' harness that is a chat loop as ours, in a program for each rollout. Ours takes its place where a role has
+it by default (as the user of user-sim), not where the configuration names it."""
 
 SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed")
-"""A request's sampling that verifiers gets. Stop tokens travel in the session: renderers bring their own."""
+"""Sampling that verifiers gets. Stop tokens travel in the session: renderers bring their own."""
 
 
 class EnvironmentOptionsError(ConfigError):
-    """Options of an environment are wrong; `keys` are those of its entry, such as ("args", "level")."""
+    """Wrong options of an environment; `keys` are those of its entry, such as ("args", "level")."""
 
     def __init__(self, message: str, *, keys: Sequence[tuple[str, ...]]) -> None:
         super().__init__(message)
@@ -98,7 +95,7 @@ class HostedEnvironment:
 
     @asynccontextmanager
     async def serving(self, client: PolicyClient) -> AsyncIterator[None]:
-        """Holds the environment's shared tools and interception server, with the policy's calls going to `client`."""
+        """Holds the environment's shared tools and interception server; the policy's calls go to `client`."""
         async with self.env.serving(), open_connections() as http, AsyncExitStack() as stack:
             # A server that is told whose call it answers has an address of its own for each rollout.
             shared = frozenset(server.url for server in self.env._shared_tools.values() if not server.state_secret)
@@ -114,12 +111,13 @@ class HostedEnvironment:
             yield
 
     def sampling(self, override: Sampling, index: int) -> Sampling:
-        """Sampling of rollout `index` of a group: the request over this environment's defaults, with its own seed."""
+        """Sampling of rollout `index` of a group: the request over the environment's defaults, with a seed of its
+        own."""
         merged = override.over(self._default_sampling)
         return merged if merged.seed is None else replace(merged, seed=merged.seed + index)
 
     async def play(self, task: Task, sampling: Sampling, on_trace: Callable[[Trace], None]) -> Episode:
-        """One scored episode of `task`, retried as in the environment's own configuration."""
+        """One scored episode, with the retries of the environment's own configuration."""
         set_values = {name: value for name in SAMPLING_KEYS if (value := getattr(sampling, name)) is not None}
         context = ModelContext(model=self._model, client=self._endpoint, sampling=VfSampling(**set_values))
         assert self._host is not None  # it is served
@@ -132,8 +130,7 @@ class HostedEnvironment:
 def load(
     config: EnvConfig, *, model: str, harness: str, max_turns: int | None, default_sampling: Sampling
 ) -> HostedEnvironment:
-    """Blocks: call it off the event loop. Raises ConfigError when it cannot be found, its options are wrong, or its own
-    code fails."""
+    """Blocks. Raises ConfigError for a missing environment, wrong options, or a failure of its own code."""
     name = config.resolved_name
     caches.install()
     resolved = configured(config, harness=harness, max_turns=max_turns)
@@ -161,7 +158,7 @@ def load(
 
 
 def tool_servers(env: Env) -> list[Toolset]:
-    """The tool servers that verifiers starts for an environment: those shared by its tasks, then those of a task."""
+    """The tool servers that verifiers starts: those shared by the tasks, then those of a task."""
     taskset = env.taskset
     return [*taskset.toolsets(taskset.config), *type(taskset).task_type().toolsets(taskset.config.task)]
 
@@ -177,8 +174,8 @@ def can_be_started(server: Toolset) -> bool:
 
 
 def configured(config: EnvConfig, *, harness: str, max_turns: int | None) -> VfEnvConfig:
-    """The configuration that verifiers makes an environment from; imports the taskset, and reads none of its data.
-    Raises EnvironmentOptionsError for wrong options, and ConfigError when it cannot be found."""
+    """verifiers' configuration of an environment; imports the taskset, and reads none of its data. Raises
+    EnvironmentOptionsError for wrong options, and ConfigError when it cannot be found."""
     name = config.resolved_name
     try:
         return resolve_env_config(env_block(config, harness=harness, max_turns=max_turns))
@@ -213,10 +210,10 @@ def _option_problem(taskset: str, problem: ErrorDetails) -> tuple[tuple[str, ...
 
 
 def env_block(config: EnvConfig, *, harness: str, max_turns: int | None) -> dict[str, object]:
-    """The `[env]` block of verifiers for one entry of ours. `id` is a taskset, or `environment+taskset` to play a
-    taskset with another environment (`user-sim+my-taskset`). A registered family of tasksets gets the name of one
-    behind a colon (`reasoning_gym:leg_counting`). In `args`, names of agents and of environment options (timeout,
-    retries, ...) go to the environment, all others to the taskset."""
+    """verifiers' `[env]` block for one entry of ours. `id` is a taskset, `environment+taskset` for another environment
+    around it (`user-sim+my-taskset`), or a registered family with a choice (`reasoning_gym:leg_counting`). In `args`,
+    names of agents and of environment options (timeout, retries, ...) go to the environment, all others to the
+    taskset."""
     env_id, _, taskset_id = config.id.rpartition("+")
     taskset_id, choice = split_choice(taskset_id)
     taskset_id = plugin_id(taskset_id)
@@ -256,7 +253,7 @@ def agent_config_fields_of(config_cls: type[VfEnvConfig]) -> dict[str, AgentConf
 
 @cache
 def _distributions() -> Mapping[str, list[str]]:
-    """Distributions by the modules they hold; kept, since the look takes a third of a second."""
+    """By module; kept, since the look takes a third of a second."""
     return packages_distributions()
 
 

@@ -1,7 +1,6 @@
-"""Loads environments and their players in this process: the renderer, the model client, the players.
+"""Loads environments, the renderer and the model client in this process.
 
-Used by every worker, and by `main` without workers. Heavy modules are imported from here only, so that a front with
-workers stays light.
+Heavy modules are imported from here only, so that a front with workers stays light.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ async def open_players(
     stack: AsyncExitStack,
     tracer: Tracer,
 ) -> dict[str, EpisodePlayer]:
-    """Raises ConfigError. The policy is sampled from `servers`."""
+    """Raises ConfigError."""
     logging.getLogger("verifiers.v1").setLevel(config.vf_level.upper())
     client: PolicyClient
     text: TextSamples | None = None

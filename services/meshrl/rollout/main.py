@@ -39,7 +39,7 @@ from meshrl.rollout.workers.outputs import log_environments
 
 STOP_GRACE_S = 5.0
 DELIVER_S = 10.0
-"""After a drain, for the orchestrator to acknowledge results; the rest stays in the spool."""
+"""Seconds for the orchestrator to acknowledge results after a drain; the rest stays in the spool."""
 
 
 def main() -> None:

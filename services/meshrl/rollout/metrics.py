@@ -1,4 +1,4 @@
-"""A rollout service's counters for Prometheus: the rollouts of each run, and the failures by their reason."""
+"""A rollout service's counters for Prometheus: the rollouts of each run, and failures by reason."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from meshrl.rollout.groups import Admissions
 
 
 class RolloutMetrics(Collector):
-    """Looks at the groups anew for each scrape, from its thread; totals count from the service's start."""
+    """Reads the groups at each scrape, from its thread; totals count from the service's start."""
 
     def __init__(self, table: Admissions) -> None:
         self._table = table

@@ -1,7 +1,4 @@
-"""The interface between `runner` and what plays rollouts: players, the groups they open, and their results.
-
-`episodes` implements it for this process, `workers.fleet` for worker processes.
-"""
+"""The interface between `runner` and what plays rollouts: `episodes` in this process, `workers.fleet` in others."""
 
 from __future__ import annotations
 
@@ -23,26 +20,25 @@ class SerializedRollouts:
 
 
 EpisodeResult = tuple[Rollout, ...] | SerializedRollouts | RolloutFailure
-"""The outcome of one episode: its rollouts, one for each agent that trains, or why there are none."""
+"""The rollouts of one episode, one for each agent that trains, or why there are none."""
 
 
 def refuse_unknown(environment: str, num_tasks: int | None, index: int) -> None:
-    """Raises MeshError UNKNOWN_TASK where there is no task at `index`; `num_tasks` None has them all."""
+    """Raises MeshError UNKNOWN_TASK without a task at `index`; `num_tasks` None has them all."""
     if num_tasks is not None and index >= num_tasks:
         raise MeshError(Reason.UNKNOWN_TASK, f"{environment} has {num_tasks} tasks, there is no task {index}")
 
 
 class Episodes(Protocol):
     late_s: float
-    """How long after the group's deadline the runner ends the rest of it: 0, or more for players that end it themselves
+    """Seconds after the group's deadline until the runner ends the rest: more than 0 for players that end it themselves
     and know better what it was doing."""
 
     async def play(self, index: int) -> EpisodeResult:
-        """Plays rollout `index` to its end; cancelling the call ends it. Raises MeshError if the group cannot be played
-        as requested, such as for an unknown task."""
+        """Cancelling the call ends the rollout. Raises MeshError if the group cannot be played as requested."""
 
     def stage(self, index: int) -> RolloutStage | None:
-        """The stage of a rollout that is being played; None while unknown."""
+        """None while unknown."""
 
     def close(self) -> None:
         """Ends the group's play."""
@@ -53,7 +49,7 @@ class Player(Protocol):
     def info(self) -> EnvironmentInfo: ...
 
     async def open(self, request: RolloutRequest) -> Episodes:
-        """Makes the group playable; the caller keeps the deadline. Raises MeshError for one that cannot be played."""
+        """The caller keeps the deadline. Raises MeshError for a group that cannot be played."""
 
     def opening(self, request: RolloutRequest) -> str:
         """The wait of a group that is not open yet, for the message of its failures."""

@@ -2,9 +2,9 @@
 
 consumes   one request a group, from `service` or `exchange`; `groups` decides which rollouts to start and to stop
 produces   the group's stream: each rollout or failure as it ends, then the summary
-waits for  places (`max_concurrent`), and for the environment's player (`player`), which plays the rollouts
+waits for  places (`max_concurrent`), and for the environment's player (`player`)
 
-A rollout service with worker processes has it twice: in the front, whose players call the workers, and in each worker.
+With worker processes the front has one, whose players call the workers, and so has each worker.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from meshrl.rollout.engines.router import EngineRouter
 
 Emit = Callable[[bytes], None]
-"""Gets the events of a group as they come, each as a RunRolloutsResponse."""
+"""Gets each event of a group, as a RunRolloutsResponse."""
 
 
 def serialized(*events: RolloutEvent) -> Iterator[bytes]:
@@ -44,7 +44,7 @@ def serialized(*events: RolloutEvent) -> Iterator[bytes]:
 
 @dataclass(eq=False)
 class _Playing:
-    """A group that is streaming: its rollouts, and where its events go; `over` ends the stream."""
+    """A group that is streaming; `over` ends the stream."""
 
     group: AdmittedGroup
     opened: Episodes
@@ -52,7 +52,7 @@ class _Playing:
     over: asyncio.Event = field(default_factory=asyncio.Event)
     playing: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     has_begun: bool = False
-    """Whether it has streamed something; until then it may be refused."""
+    """True once it has streamed something; until then it may be refused."""
     refusal: Exception | None = None
 
     def doing(self, index: int) -> str:
@@ -63,7 +63,7 @@ class _Playing:
 
 
 class RolloutRunner:
-    """The running side of the rollout service. One object a server, used from its event loop only."""
+    """One object a server, used from its event loop only."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class RolloutRunner:
         limit: RolloutLimit,
         in_flight: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
-        """`in_flight` says how many model calls the players of other processes have at each engine."""
+        """`in_flight`: model calls at each engine by the players of other processes."""
         self.environments = environments
         self._limit = limit
         self._table = table
@@ -122,15 +122,15 @@ class RolloutRunner:
             self._start_waiting()
 
     def cancel(self, group_ids: Collection[str] = ()) -> int:
-        """Stops the named groups, or all; their streams end with a summary. Returns how many rollouts were stopped."""
+        """Stops the named groups, or all; their streams end with a summary. Returns the number of stopped rollouts."""
         groups = self._table.named(group_ids)
         stopped = sum(self._cancel(self._running[group.request.request_id]) for group in groups)
         self._start_waiting()
         return stopped
 
     async def report_waits(self, say: Callable[[str, str], None] = log_waiting) -> None:
-        """Until cancelled, reports the longest waits of the rollouts, and logs the number of repeated failures. `say`
-        gets an environment and a line about it."""
+        """Until cancelled, reports the longest waits (`say` gets the environment and a line), and logs counts of
+        repeated failures."""
         report = WaitingReport(say)
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
@@ -165,7 +165,7 @@ class RolloutRunner:
 
     async def drain(self, grace_s: float | None) -> int:
         """Admits no more groups, gives running ones `grace_s` seconds (None: any number), then cancels them. Returns
-        how many rollouts were cancelled."""
+        the number of cancelled rollouts."""
         self._table.draining = True
         try:
             async with asyncio.timeout(grace_s):
@@ -244,7 +244,7 @@ class RolloutRunner:
             self._start_waiting()
 
     def _record(self, running: _Playing, index: int, played: EpisodeResult) -> None:
-        """Counts how a rollout ended and streams it, unless a cancel or the deadline ended it before."""
+        """Counts and streams a rollout, unless a cancel or the deadline ended it before."""
         group, now = running.group, time.monotonic()
         if isinstance(played, RolloutFailure):
             recorded = self._table.record_outcome(group, index, Outcome.FAILED, now, reason=played.reason)
@@ -311,7 +311,7 @@ class RolloutRunner:
         self._start_waiting()
 
     def _cancel(self, running: _Playing) -> int:
-        """Counts the rest of a group as cancelled, at once, so that its stream ends; its tasks end behind that."""
+        """Counts the rest of a group as cancelled at once, so that its stream ends; its tasks end behind that."""
         if running.group.over:
             return 0
         playing, waiting = self._table.end(running.group, Outcome.CANCELLED, time.monotonic())

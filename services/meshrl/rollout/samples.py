@@ -1,7 +1,6 @@
 """Turns a played episode into rollouts that training can use, or into the reason why it cannot.
 
-Fed by `episodes` with verifiers' traces and the sessions' versions; drained to the orchestrator. Shapes: T tokens of a
-sample.
+Shapes: T tokens of a sample.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ def rollouts_of(
     environment: str,
     conversations: bool = False,
 ) -> tuple[Rollout, ...]:
-    """The rollouts of an episode, one for each agent whose tokens train the policy, with `conversations` also their
-    messages. Raises MeshError, with the reason to report, when the episode failed or was not scored to its end."""
+    """One rollout for each agent whose tokens train the policy, with `conversations` also its messages. Raises
+    MeshError when the episode failed or was not scored to its end."""
     if not env.complete(episode):
         raise _failure(env, episode, sessions)
     trainable = [trace for trace in episode.traces if trace.agent.trainable and trace.ok]
@@ -151,9 +150,8 @@ def samples_of(
     temperature: float,
     routes_of: Callable[[NDArray[np.int32]], Routes | None] | None = None,
 ) -> tuple[Sample, ...]:
-    """One sample for each branch of a trace in which the policy sampled a token. A token that several branches share is
-    trained in the first of them only. `routes_of` gives the kept routes of a sequence. Raises MeshError INTERNAL when
-    no model call accounts for a sampled token's version."""
+    """One sample for each branch in which the policy sampled a token. A token that several branches share trains in the
+    first only. Raises MeshError INTERNAL when no model call accounts for a sampled token's version."""
     unclaimed = list(calls)
     spans_of_node: dict[int, tuple[VersionSpan, ...]] = {}
     trained: set[int] = set()
@@ -240,7 +238,7 @@ def _text(message: Message) -> str:
 
 
 def _append_span(spans: list[VersionSpan], span: VersionSpan) -> None:
-    """Appends a span, merged with the last one when they touch, share a version and nothing lies between them."""
+    """Joins the span to the last one when they touch and share a version, and nothing lies between them."""
     last = spans[-1] if spans else None
     if last is not None and (last.end, last.version, None) == (span.start, span.version, span.prompt_version):
         spans[-1] = replace(last, end=span.end)
@@ -249,8 +247,8 @@ def _append_span(spans: list[VersionSpan], span: VersionSpan) -> None:
 
 
 def conversations_of(trace: Trace) -> tuple[str, ...]:
-    """The messages of each branch of a trace that trains, in the form of OpenAI's chat API: {"messages", "tools"}. A
-    trace has several branches after a compaction, for example."""
+    """{"messages", "tools"} of OpenAI's chat API for each branch that trains; a compaction, for example, makes
+    several."""
     conversations = []
     for branch in trace.branches:
         if not branch.trainable:
@@ -269,7 +267,7 @@ def conversations_of(trace: Trace) -> tuple[str, ...]:
 
 
 def _chat_message(message: Message) -> dict[str, object]:
-    """One message, without empty fields and opaque state of a provider, of which nothing can be learned."""
+    """Without empty fields and opaque state of a provider, of which nothing can be learned."""
     fields: dict[str, object] = message.model_dump(
         mode="json", exclude_none=True, exclude={"provider_state", "tool_calls"}
     )

@@ -21,7 +21,7 @@ SERVICE = "meshrl.v1.RolloutService"
 
 
 def add_to_server(servicer: RolloutServicer, server: grpc.aio.Server) -> None:
-    """Adds the service as the generated function does, but rollouts that come as bytes go out as they are."""
+    """As the generated function does, but rollouts that come as bytes go out as they are."""
 
     def serialize(event: pb.RunRolloutsResponse | bytes) -> bytes:
         return event if isinstance(event, bytes) else event.SerializeToString()
@@ -38,10 +38,10 @@ def add_to_server(servicer: RolloutServicer, server: grpc.aio.Server) -> None:
 
 
 class RolloutServicer(pb_grpc.RolloutServiceServicer):
-    """Thin: `runner` and `groups` decide, and `streams` for calls that attach again."""
+    """Thin: `runner` decides, and `streams` for calls that attach again."""
 
     def __init__(self, runner: RolloutRunner, on_drained: Callable[[], None] = lambda: None) -> None:
-        """`on_drained` is called once a client's Drain has ended every group."""
+        """`on_drained` is called when a client's Drain has ended every group."""
         self._runner = runner
         self._on_drained = on_drained
         self._streams = ResumableStreams(runner.run)

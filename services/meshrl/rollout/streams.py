@@ -1,10 +1,7 @@
 """Streams of groups that outlive their connection: events are numbered and kept, and a caller attaches again.
 
-consumes   the events of each group, from `runner`
-produces   numbered messages for `service`, from any number that is still kept
-keeps      the events of a group that asks for it (`linger_s`) until so long after its end, within `KEPT_BYTES` in all
-
-A group without `linger_s` ends with its connection, and nothing of it is kept.
+The events of a group with `linger_s` are kept until so long after its end, within `KEPT_BYTES` in all. A group without
+it ends with its connection.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ Run = Callable[[RolloutRequest, Emit], Awaitable[None]]
 
 
 class ResumableStreams:
-    """The streams of a server by request id. Used from its event loop only."""
+    """By request id. Used from the server's event loop only."""
 
     def __init__(self, run: Run, *, most_bytes: int = KEPT_BYTES) -> None:
         self._run = run
@@ -40,8 +37,8 @@ class ResumableStreams:
     async def follow(self, request: RolloutRequest) -> AsyncGenerator[bytes, None]:
         """Plays a group, or with `after_seq` attaches to it again, and yields its messages in order.
 
-        Raises the errors of `RolloutRunner.run`. DUPLICATE_REQUEST is for a known request_id without `after_seq` or
-        with another group, REVISION_EXPIRED for messages behind `after_seq` that are gone, CANCELLED after another call
+        Raises the errors of `RolloutRunner.run`; DUPLICATE_REQUEST for a known request_id without `after_seq` or with
+        another group, REVISION_EXPIRED for messages behind `after_seq` that are gone, CANCELLED after another call
         attached.
         """
         for other in list(self._streams.values()):
@@ -89,7 +86,7 @@ class ResumableStreams:
         stream.close()
 
     def _count(self, num_bytes: int) -> None:
-        """Counts kept bytes; beyond the bound the oldest go that were sent, or have no reader."""
+        """Beyond the bound the oldest messages go that were sent, or have no reader."""
         self._bytes += num_bytes
         if num_bytes < 0 or self._bytes <= self._most_bytes:
             return
@@ -102,7 +99,7 @@ class _Stream:
     def __init__(self, request: RolloutRequest, run: Run, count: Callable[[int], None]) -> None:
         self.request = request
         self.reader: object | None = None
-        """What reads the stream now; another takes its place."""
+        """The reader; the next one takes its place."""
         self.over = False
         self.timer: asyncio.TimerHandle | None = None
         self._count = count
@@ -115,7 +112,7 @@ class _Stream:
 
     @property
     def was_refused(self) -> bool:
-        """Whether it ended in an error before its first message, so that the same request may be made again."""
+        """It ended in an error before its first message, so the same request may be made again."""
         return self._error is not None and self._first + len(self._kept) == 1
 
     async def _play(self, run: Run) -> None:

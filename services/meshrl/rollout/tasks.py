@@ -1,9 +1,8 @@
-"""The tasks of one taskset by index, finite or not; asked for each rollout of a group, or once for all of them.
+"""The tasks of one taskset by index, finite or not.
 
 A finite taskset is held as a list. An infinite one is a generator, which verifiers can only draw in order: a run that
-resumes draws again up to where it stood, once, in a thread that logs its duration and goes on when a request gives up.
-A taskset with a method `task_at(index)` makes any task at once; a finite one that also has `num_tasks` is never read
-whole.
+resumes draws again up to where it stood, once, in a thread that goes on when a request gives up. A taskset with a
+method `task_at(index)` makes any task at once; with `num_tasks` too it is finite and never read whole.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from meshrl.rollout.player import refuse_unknown
 from meshrl.wire.errors import FieldViolation, MeshError, Reason
 
 MADE_TASKS = 256
-"""Kept tasks of those made last: the rollouts of a group, which may be asked for one by one, share one."""
+"""The latest made tasks: the rollouts of a group may be asked for one by one, and share one."""
 KEPT_TASKS = 4096
-"""Kept tasks of an infinite taskset: so many of the first, for evaluations, and of the latest."""
+"""Of an infinite taskset: so many of the first, for evaluations, and of the latest."""
 CHUNK_S = 0.25
 PROGRESS_EVERY_S = 10.0
 
 
 class TaskSource:
-    """Tasks of `taskset`. `load` blocks: call it off the event loop."""
+    """`load` blocks: call it off the event loop."""
 
     def __init__(self, taskset: Taskset, name: str) -> None:
         self._taskset = taskset
@@ -44,7 +43,7 @@ class TaskSource:
         self._reader: asyncio.Task[None] | None = None
 
     def load(self) -> None:
-        """Reads a finite taskset whole, or makes the first task of one that makes any; raises what they raise."""
+        """Reads a finite taskset whole, or makes the first task; raises what the taskset raises."""
         if self._task_at is not None and (self._num_tasks is not None or not self._taskset.bounded):
             if self._num_tasks != 0:
                 self._task_at(0)
@@ -57,8 +56,8 @@ class TaskSource:
         return self._num_tasks if self._finite is None else len(self._finite)
 
     async def at(self, index: int) -> Task:
-        """The task at `index`. Raises MeshError UNKNOWN_TASK when there is none, ENVIRONMENT_FAILED when the taskset
-        breaks. In an infinite taskset it may have to draw all tasks before; cancel it to give up."""
+        """Raises MeshError UNKNOWN_TASK, or ENVIRONMENT_FAILED when the taskset breaks. An infinite taskset may have to
+        draw all tasks before; cancel it to give up."""
         refuse_unknown(self._name, self.num_tasks, index)
         if self._finite is not None:
             return self._finite[index]
@@ -104,7 +103,7 @@ class TaskSource:
         return task_cls(data, self._taskset.config.task)
 
     async def _read(self) -> None:
-        """Draws, in a thread and a little at a time, while there are waiters; the smallest index comes first."""
+        """Draws in a thread, a little at a time, while there are waiters; the smallest index comes first."""
         began = said = time.monotonic()
         while self._waiting:
             target = min(self._waiting.values())
@@ -121,7 +120,7 @@ class TaskSource:
                 logger.info("{}: drawing up to task {}, {} drawn in {:.0f} s", self._name, target, drawn, said - began)
 
     def _answer(self, error: MeshError | None = None) -> None:
-        """Answers waiters for a task that was drawn, or is beyond the end; all of them when there is an `error`."""
+        """Answers waiters for a task that was drawn or is beyond the end; all of them with an `error`."""
         for found, index in list(self._waiting.items()):
             task = self._drawn.kept(index)
             ended = self._drawn.ended_after
@@ -145,8 +144,8 @@ class TaskSource:
 
 
 class _Draws:
-    """An infinite taskset drawn from its start: how far, and the tasks that are kept. Not safe between threads, but
-    `kept` may be asked while another thread draws."""
+    """An infinite taskset drawn from its start. Not safe between threads, but `kept` may be asked while another one
+    draws."""
 
     def __init__(self, taskset: Taskset) -> None:
         self._taskset = taskset
@@ -159,7 +158,6 @@ class _Draws:
         self.ended_after: int | None = None
 
     def kept(self, index: int) -> Task | None:
-        """The task at `index` where it is still held."""
         if index < len(self._head):
             return self._finish(self._head[index], index)
         try:
@@ -170,7 +168,7 @@ class _Draws:
         return self._finish(task, index) if number == index else None
 
     def read_towards(self, index: int, for_s: float) -> None:
-        """Draws up to `index`, for at most `for_s` seconds; from the start again for a task that is no longer kept."""
+        """Draws for at most `for_s` seconds; from the start again for a task that is no longer kept."""
         if self._tasks is None or index < self.position:
             self._tasks = iter(self._taskset.load() if self._plain else self._taskset)
             self.position = 0
@@ -192,6 +190,6 @@ class _Draws:
 
 
 def _finished(taskset: Taskset, task: Task, index: int) -> Task:
-    """A task in verifiers' form: with its position, and the system prompt of the configuration."""
+    """With its position, and the system prompt of the configuration."""
     prompt = {} if taskset.system_prompt is None else {"system_prompt": taskset.system_prompt}
     return task.with_data(idx=index, **prompt)

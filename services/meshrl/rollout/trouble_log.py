@@ -1,8 +1,7 @@
 """Logs rollouts that fail, and those that wait for long.
 
-`runner` reports each failure. A broken server or environment fails hundreds in the same way: the first of a kind
-is logged at once, others at level DEBUG and as a count, once a minute. The longest waits are logged by environment and
-stage, once a minute at most; a worker process reports its own, and its front logs them.
+A broken server or environment fails hundreds in the same way: the first of a kind is logged at once, others at level
+DEBUG and as a count, once a minute. A worker process reports its own long waits, and its front logs them.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from meshrl.wire.types import RolloutFailure
 
 SAY_EVERY_S = 60.0
 NUMBER = re.compile(r"[0-9a-f-]*\d[0-9a-f-]*")
-"""Parts that differ between messages of one kind: seconds, ports, ids."""
+"""Differs between messages of one kind: seconds, ports, ids."""
 
 
 @dataclass
 class _Kind:
-    """Failures of one environment whose messages differ in numbers alone. `last` is one that was not logged yet."""
+    """Failures of one environment whose messages differ in numbers alone. `last` was not logged yet."""
 
     logged_s: float
     unlogged: int = 0
@@ -33,7 +32,7 @@ class _Kind:
 
 
 class FailureLog:
-    """Counts failures by environment, reason and message. Times are of one clock, in seconds."""
+    """By environment, reason and message. Times are of one clock, in seconds."""
 
     def __init__(self) -> None:
         self._kinds: dict[tuple[str, str, str], _Kind] = {}
@@ -76,14 +75,14 @@ def log_waiting(environment: str, line: str) -> None:
 
 
 class WaitingReport:
-    """Remembers when it reported last. Times are of one clock, in seconds; `say` gets an environment and a line."""
+    """Long waits by environment and stage, at most once a minute. Times are of one clock, in seconds."""
 
     def __init__(self, say: Callable[[str, str], None] = log_waiting) -> None:
         self._say = say
         self._said_s = float("-inf")
 
     def look(self, doing: Iterable[tuple[str, RolloutStage]], now_s: float) -> None:
-        """`doing` is each rollout that is being played: its environment and its stage."""
+        """`doing` has each rollout's environment and stage."""
         if now_s - self._said_s < SAY_EVERY_S:
             return
         waits: defaultdict[tuple[str, str], list[float]] = defaultdict(list)

@@ -35,14 +35,14 @@ class SynthesisConfig(TrialsConfig):
     """Least reward of a rollout that is kept; None keeps all."""
 
     keep_truncated: bool = False
-    """Keep rollouts that were cut off at a length limit, from which a model would learn to break off."""
+    """Keep rollouts that were cut off at a length limit; a model would learn to break off."""
 
     reasoning_field: str | None = Field(default="reasoning_content", min_length=1)
-    """Field of an assistant's message that its reasoning is written to. `content` writes it before the text, between
-    <think> and </think>; None leaves it out."""
+    """Field of an assistant's message for its reasoning. `content` writes it before the text, between <think> and
+    </think>. None: leave it out."""
 
     dataset: Path | None = None
-    """JSON-lines file to append the conversations to, with a parquet file of the same rows beside it; None is
+    """JSON-lines file to append the conversations to, with a parquet file of the same rows beside it. None:
     dataset.jsonl in output_dir."""
 
     output_dir: Path = Path("outputs/synthesize")

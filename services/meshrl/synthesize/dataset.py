@@ -1,7 +1,7 @@
 """The dataset that `synthesize` writes: one row for each conversation kept, in the columns that `sft` reads.
 
-A row has `messages` and, where there are some, `tools` (JSON), both in the form of OpenAI's chat API; the other columns
-hold its origin. Rows are only appended; a rollout whose id is there is not added again.
+A row has `messages` and maybe `tools` (JSON), in the form of OpenAI's chat API, and columns of its origin. A rollout
+whose id is there is not added again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ REASONING = "reasoning_content"
 
 
 class ConversationDataset:
-    """The file at `path`, appended to. A context manager. Rollouts below `min_reward` are not kept."""
+    """A file that is appended to. A context manager."""
 
     def __init__(
         self,
@@ -34,9 +34,9 @@ class ConversationDataset:
         reasoning_field: str | None,
     ) -> None:
         self.dropped: Counter[str] = Counter()
-        """Rollouts of this command that are not kept, by reason."""
+        """This command's rollouts that are not kept, by reason."""
         self.kept = 0
-        """Rollouts of this command that are kept."""
+        """This command's rollouts that are kept."""
         self.path = path
         self._file = RowFile(path)
         self._model = model
@@ -57,7 +57,7 @@ class ConversationDataset:
         self._open.close()
 
     def take(self, rows: Iterable[JsonObject]) -> None:
-        """Appends those of these rollouts that are to be kept and new. Raises OSError."""
+        """Appends rollouts that are to be kept and new. Raises OSError."""
         for row in rows:
             if (why := self._why_dropped(row)) is not None:
                 self.dropped[why] += 1
@@ -68,8 +68,8 @@ class ConversationDataset:
                 self._there.add(row["rollout_id"])
 
     def write_parquet(self) -> Path | None:
-        """Writes all rows of the file beside it as parquet; None without pyarrow, or where rows do not fit one table.
-        Blocks. Raises OSError."""
+        """Writes all rows of the file beside it; None without pyarrow, or where rows do not fit one table. Blocks.
+        Raises OSError."""
         try:
             import pyarrow as pa  # comes with datasets, an extra
             import pyarrow.parquet as pq

@@ -20,7 +20,7 @@ from meshrl.trials.program import run_trials
 from meshrl.trials.results import TrialResults
 
 SERVED = "served"
-"""Name of the one set of weights in the results: what the servers serve."""
+"""Name of the served weights in the results."""
 SUMMARY = "summary.json"
 
 

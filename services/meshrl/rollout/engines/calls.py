@@ -1,7 +1,7 @@
 """A model call: an engine's answer, read from a completion frame or from JSON, and what an agent's run keeps of it.
 
-The model client reads the bytes that the router got, and writes each call into the session of its agent's run.
-`episodes` opens the sessions, and `samples` reads them: verifiers keeps no versions in its traces. No I/O.
+`episodes` opens a session for each run, the model client writes its calls into it, and `samples` reads them: verifiers
+keeps no versions in its traces. No I/O.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from meshrl.rollout.engines.model_client import DirectTurns
 
 ACCEPT = f"{completion_frame.MEDIA_TYPE}, application/json"
-"""Sent with every call: an engine of ours answers with a frame, any other with JSON."""
+"""An engine of ours answers with a frame, any other with JSON."""
 
 MISSING_BELOW = -9999.0  # vLLM's word for "missing", since JSON has no infinity
 
@@ -39,22 +39,21 @@ AGENT_STRIDE = 0x517CC1B727220A95
 
 @dataclass(frozen=True)
 class EngineAnswer:
-    """An engine's answer to one call: its body, and the versions known before and after the tokens were sampled."""
+    """Its versions were known before and after the tokens were sampled."""
 
     body: bytes
     version_before: int | None
     version_after: int | None
     media_type: str = "application/json"
     syncs: str = ""
-    """Trace contexts of the commits that brought its versions, with commas between them."""
+    """Trace contexts of the commits that brought its versions, joined by commas."""
     timing: CallTiming | None = None
 
 
 @dataclass(frozen=True)
 class Call:
-    """A model call that an engine answered. Lists, because verifiers keeps lists. `version_spans` cover its sampled
-    tokens. `routes` are the experts (N, L, K) of the last N of its `tokens`, prompt and completion, but the very last;
-    None if none came."""
+    """An answered model call. Lists, because verifiers keeps lists. `version_spans` cover its sampled tokens. `routes`
+    are the experts (N, L, K) of the last N of its `tokens`, prompt and completion, but the very last."""
 
     completion_ids: list[int]  # (T,)
     version_spans: tuple[VersionSpan, ...]
@@ -66,7 +65,7 @@ class Call:
 
 
 def read(answer: EngineAnswer) -> Call:
-    """The first completion of an answer. Raises MeshError ENGINE_FAILED when it cannot be read or lacks a logprob."""
+    """The first completion. Raises MeshError ENGINE_FAILED when it cannot be read or lacks a logprob."""
     try:
         return _of_frame(answer) if answer.media_type == completion_frame.MEDIA_TYPE else _of_json(answer)
     except (ValueError, KeyError, IndexError, TypeError) as error:  # what odd JSON leads to
@@ -111,7 +110,7 @@ def _of_json(answer: EngineAnswer) -> Call:
 
 
 def _routes_of(choice: JsonObject) -> Routes | None:
-    """From vLLM's spelling: base64 of a .npy file of uint8 (up to 256 experts) or uint16."""
+    """vLLM's spelling: base64 of a .npy file of uint8 (up to 256 experts) or uint16."""
     if (packed := choice.get("routed_experts")) is None:
         return None
     chosen = np.load(io.BytesIO(base64.b64decode(packed)), allow_pickle=False)
@@ -127,7 +126,7 @@ def _check(logprobs_T: NDArray[np.floating], num_tokens: int) -> None:
 
 
 def _spans_of(choice: JsonObject) -> tuple[VersionSpan, ...]:
-    """A choice's spans, in our spelling or vLLM's; none if its versions are no numbers."""
+    """In our spelling or vLLM's; none if its versions are no numbers."""
     named = choice.get("version_spans")
     if not named:
         named = [(span["start"], span["end"], str(span["version"])) for span in choice.get("weight_versions") or ()]
@@ -141,7 +140,7 @@ def _spans_of(choice: JsonObject) -> tuple[VersionSpan, ...]:
 
 
 def _assumed_spans(answer: EngineAnswer, num_tokens: int) -> tuple[VersionSpan, ...]:
-    """For an engine that names no spans: the older of the versions known around the call."""
+    """The older of the versions known around the call."""
     if not num_tokens:
         return ()
     known = [version for version in (answer.version_before, answer.version_after) if version is not None]
@@ -150,16 +149,14 @@ def _assumed_spans(answer: EngineAnswer, num_tokens: int) -> tuple[VersionSpan, 
 
 @dataclass
 class Session:
-    """One agent's run, found by the id of its trace: which policy may sample it, and which version sampled each token.
-    `engine` is the URL that answered last; `failure` is why a model call could not be made. `group_id`: the rollouts of
-    a group begin with the same prompt.
+    """One agent's run, by the id of its trace. `group_id`: the rollouts of a group begin with the same prompt.
 
-    `turns` takes its turns in this process; None before, or if they go over HTTP. `reachable`: set-up has come to its
-    tool servers. `doing` is its wait afterwards, as reported by its harness or model call. `stream` numbers the agent
-    runs of one rollout and `started` the model calls of this one: each call draws anew. `keeps_routes`: engines are
-    asked for the experts of its tokens. `seq_len` is the environment's own longest sequence. `syncs` are the trace
-    contexts of the commits that brought its versions. `scores_only`: nothing trains on its tokens, so the logprobs of
-    any engine will do.
+    `engine` is the URL that answered last, `failure` why a call could not be made. `turns` takes its turns in this
+    process; None before, or over HTTP. `reachable`: set-up has come to its tool servers; `doing` is its wait
+    afterwards. `stream` numbers the agent runs of one rollout and `started` the calls of this one, each of which draws
+    anew. `keeps_routes`: engines are asked for the experts of its tokens. `seq_len` is the environment's own longest
+    sequence. `syncs` are trace contexts of the commits that brought its versions. `scores_only`: nothing trains on its
+    tokens, so any engine's logprobs will do.
     """
 
     requirement: Requirement = field(default_factory=Requirement)
@@ -180,7 +177,7 @@ class Session:
     group_id: str = ""
 
     def next_seed(self, seed: int) -> int:
-        """The seed of the next model call of a rollout with `seed`: that itself for the first, others far apart."""
+        """The seed of the next model call: `seed` itself for the first, others far apart."""
         number, self.started = self.started, self.started + 1
         return (seed + number * CALL_STRIDE + self.stream * AGENT_STRIDE) % 2**63
 
@@ -193,7 +190,7 @@ class Session:
         return max(known, default=0)
 
     def routes_of(self, token_ids: NDArray[np.int32]) -> Routes | None:
-        """(T, L, K) of a sequence, from each call that began with the same tokens; None if no call brought any. The
+        """(T, L, K) of a sequence, from the calls that began with the same tokens; None if no call brought any. The
         first call counts, as it sampled; missing routes are unknown."""
         parts: list[tuple[int, Routes | None]] = []
         end = 0
@@ -217,14 +214,14 @@ def _common(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
 
 
 class SessionBook(dict[str, Session]):
-    """The sessions of a model client, by the ids of the agents' traces."""
+    """The sessions of a model client, by trace id."""
 
     def doing(self, session_id: str, what: str) -> None:
-        """Notes the wait of the agent's harness; "" when that is over."""
+        """Notes the wait of the agent's harness; "" ends it."""
         if (session := self.get(session_id)) is not None:
             session.doing = what
 
     def reachable(self, session_id: str) -> None:
-        """The agent has got the address for its model calls; its tool servers start next."""
+        """The agent has the address for its model calls; its tool servers start next."""
         if (session := self.get(session_id)) is not None:
             session.reachable = True

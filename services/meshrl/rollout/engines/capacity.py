@@ -1,8 +1,7 @@
 """How many rollouts may run at once: a number from the configuration, or the capacity that the engines report. No I/O.
 
-The group runner reads it whenever engines were asked for their state, and reports the sizes of finished rollouts. An
-engine runs at most `slots` sequences, and only as many as its KV cache has room for; ours report both in GET /version,
-other vLLM servers their KV cache in GET /metrics.
+An engine runs at most `slots` sequences, and only as many as its KV cache has room for. Ours report both in GET
+/version, other vLLM servers their KV cache in GET /metrics.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ _VLLM_CACHE = "vllm:cache_config_info"
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 UNKNOWN_SLOTS = 256
-"""Slots of an engine that reports none."""
+"""Of an engine that reports none."""
 
 SPARE = 1 / 8
-"""Share of rollouts beyond the engines' capacity, so that an engine takes the next one from its own queue."""
+"""Share of rollouts beyond the capacity, so that an engine takes the next one from its own queue."""
 
 LEAST_TIME_IN_CALLS = 1 / 4
-"""Least share of time in model calls that is reckoned with: at most four times the engines' capacity runs."""
+"""At most four times the engines' capacity runs."""
 
 LEAST_ROOM, AFTER_PREEMPTION, GROWTH = 1 / 4, 0.9, 1.05
-"""Least share of the computed sequences of an engine; factors after a look that found preemptions, and after one that
-found it full without a queue."""
+"""Least share of the computed sequences; factors after a look that found preemptions, and after one that found a full
+engine without a queue."""
 
 REMEMBERED = 64
 """Each finished rollout moves the averages by one part in so many."""
@@ -41,10 +40,8 @@ REMEMBERED = 64
 
 @dataclass(frozen=True, kw_only=True)
 class EngineCapacity:
-    """An engine's reported capacity: sequences decoded at once, tokens in its KV cache; None if it reports none.
-
-    `in_flight` are its requests, `waiting` those of them without room, `preempted` those that lost it so far.
-    """
+    """None is unreported. `kv_tokens` fit into its KV cache; `waiting` of its requests have no room, `preempted` lost
+    it so far."""
 
     slots: int | None = None
     kv_tokens: int | None = None
@@ -53,7 +50,7 @@ class EngineCapacity:
     preempted: int | None = None
 
     def sequences(self, tokens: float | None) -> int:
-        """Sequences it runs at once, each with `tokens` in the KV cache (None: not known); at least one."""
+        """At least one; each has `tokens` in the KV cache (None: not known)."""
         slots = UNKNOWN_SLOTS if self.slots is None else self.slots
         if self.kv_tokens is None or not tokens:
             return max(1, slots)
@@ -64,7 +61,7 @@ NOTHING_SAID = EngineCapacity()
 
 
 def capacity_of(payload: object) -> EngineCapacity:
-    """Reads the answer of GET /version; a field that is no positive number counts as missing."""
+    """Reads GET /version; a field that is no positive number counts as missing."""
     said = payload if isinstance(payload, dict) else {}
     least = {"slots": 1, "kv_tokens": 1, "in_flight": 0, "waiting": 0, "preempted": 0}
     values = {name: (said.get(name), fewest) for name, fewest in least.items()}
@@ -72,8 +69,7 @@ def capacity_of(payload: object) -> EngineCapacity:
 
 
 def capacity_in_metrics(text: str) -> EngineCapacity:
-    """Reads GET /metrics of a vLLM server: the tokens of its KV cache's blocks, in all parts. It has no number of
-    slots."""
+    """Reads GET /metrics of a vLLM server, which has the KV cache of all parts and no slots."""
     tokens = 0
     for line in text.splitlines():
         if not line.startswith(_VLLM_CACHE + "{"):
@@ -95,8 +91,8 @@ class EpisodeSizes:
 
     @classmethod
     def of(cls, rollouts: Sequence[Rollout]) -> EpisodeSizes:
-        """Those of an episode, which is one `Rollout` an agent. A call's cache grows with each sampled token: over its
-        life it is the prompt and half of the completion."""
+        """One `Rollout` an agent. A call's cache grows with each sampled token: over its life it is the prompt and half
+        of the completion."""
         samples = [(len(one.token_ids), int(one.loss_mask.sum())) for rollout in rollouts for one in rollout.samples]
         return cls._of(samples, [rollout.timings_s for rollout in rollouts])
 
@@ -129,8 +125,7 @@ class KvRoom:
         self._preempted = 0
 
     def sequences(self, capacity: EngineCapacity, tokens: float | None) -> int:
-        """Called at each look at an engine. Fewer than computed after preemptions, more while it is full without a
-        queue."""
+        """Called at each look. Fewer than computed after preemptions, more while the engine is full without a queue."""
         computed, most = capacity.sequences(tokens), capacity.sequences(None)
         held = max(1, min(most, int(computed * self._factor)))
         preempted = capacity.preempted or 0
@@ -150,12 +145,11 @@ class RolloutLimit:
         self.follows_engines = fixed is None
         self.reason = "no engine has answered yet" if fixed is None else "as configured"
         self.held_tokens: float | None = None
-        """KV cache of a rollout, on average."""
+        """Of a rollout's KV cache, on average."""
         self._time_in_calls = 1.0  # share of a rollout's time, on average
         self._seen = 0
 
     def take(self, sizes: EpisodeSizes) -> None:
-        """Counts a finished rollout in the averages."""
         self._seen += 1
         weight = 1 / min(self._seen, REMEMBERED)
         before = sizes.held_tokens if self.held_tokens is None else self.held_tokens
@@ -164,7 +158,7 @@ class RolloutLimit:
             self._time_in_calls += weight * (min(1.0, sizes.calls_s / sizes.total_s) - self._time_in_calls)
 
     def follow(self, engines: Collection[KnownEngine]) -> bool:
-        """Counts the engines that may get calls now; returns whether the limit has changed. Without any it stays."""
+        """Counts the engines that are up; without any the limit stays. Returns whether it has changed."""
         if not self.follows_engines or not engines:
             return False
         before = self.rollouts

@@ -1,8 +1,7 @@
 """Samples the policy from plain OpenAI-compatible servers, which give text and no tokens: for evaluations and teachers.
 
-Takes the place of router and model client if `rollout.client.api` is `chat_completions`. verifiers' own client makes
-the HTTP calls, so every harness and API dialect goes. Here a server is chosen for each call; a call moves on from a
-server that does not answer, and waits for one with a Retry-After.
+verifiers' own client makes the HTTP calls, so every harness and API dialect goes. Here a server is chosen for each
+call; a call moves on from a server that does not answer.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from meshrl.wire.trace import context_from
 from meshrl.wire.types import Rollout, RolloutRequest
 
 AGAIN = frozenset({408, 429, 500, 502, 503, 504, 529})
-"""Answers after which the same call may succeed, at this server or another."""
+"""The same call may succeed later, at this server or another."""
 PAUSE_S = (0.5, 8.0)
 
 AnswerT = TypeVar("AnswerT")
@@ -52,7 +51,7 @@ def refuse_training(request: RolloutRequest) -> None:
 
 
 def refuse_without_tokens(rollouts: Sequence[Rollout]) -> None:
-    """Raises MeshError INVALID_REQUEST for a rollout whose agent took its turns at an endpoint of its own."""
+    """Raises MeshError INVALID_REQUEST if an agent took its turns at an endpoint of its own."""
     for rollout in rollouts:
         if rollout.num_turns and not rollout.samples:
             agent = rollout.agent or "agent"
@@ -64,7 +63,7 @@ def refuse_without_tokens(rollouts: Sequence[Rollout]) -> None:
 
 
 class ChatServers(Client):  # type: ignore[misc]  # verifiers is untyped for the checker
-    """The policy behind `client.base_url`. `engines` lists the servers for the status; none of them has versions."""
+    """The policy behind `client.base_url`. `engines` lists the servers, which have no versions."""
 
     def __init__(self, config: ClientConfig, tracer: Tracer, *, api_key: str | None) -> None:
         urls = [api_url(url) for url in config.base_url]
@@ -85,7 +84,7 @@ class ChatServers(Client):  # type: ignore[misc]  # verifiers is untyped for the
         await asyncio.gather(*(client.close() for client in self._clients.values()))
 
     async def require(self, need: Requirement) -> None:
-        """Raises MeshError for a version bound, which no server of this kind can meet, or for an unknown pool."""
+        """Raises MeshError for a version bound or an unknown pool."""
         if need.pool and need.pool not in self.engines.known_pools:
             raise MeshError(Reason.INVALID_REQUEST, f"no engine pool {need.pool!r} here")
         if not need.met_by(0):
@@ -103,7 +102,7 @@ class ChatServers(Client):  # type: ignore[misc]  # verifiers is untyped for the
         turn: PendingTurn | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Response:
-        """One completion of a turn. Raises ProviderError; the session's `failure` is then the error to report."""
+        """Raises ProviderError; the session's `failure` is then the error to report."""
         session, model = self._session(session_id), str(body.get("model", ""))
         with self._tracer.start_as_current_span(
             f"chat {model}", context=context_from(session.traceparent), kind=SpanKind.CLIENT
@@ -166,6 +165,6 @@ class ChatServers(Client):  # type: ignore[misc]  # verifiers is untyped for the
 
 
 def api_url(url: str) -> str:
-    """The URL of the API: with /v1 if the server is named without a path."""
+    """With /v1 if the server is named without a path."""
     url = url.rstrip("/")
     return url if urlsplit(url).path else f"{url}/v1"

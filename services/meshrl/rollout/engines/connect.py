@@ -1,4 +1,4 @@
-"""Connects to the policy's servers, as configuration and weight hub name them; front and workers do so."""
+"""Connects front and workers to the policy's servers, by configuration and weight hub."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ async def connect_servers(
     *,
     first: int = 0,
 ) -> EngineRouter | ChatServers:
-    """Uses the engines at `urls`, and those of the weight hub if there is one. Raises ConfigError for a key without a
-    file, and if every engine refuses the key. Among equally busy engines the one at place `first` of the list, modulo
-    its length, comes first, so that workers begin at different ones."""
+    """Uses the engines at `urls` and those of the hub. Raises ConfigError for a key without a file, and if every engine
+    refuses the key. Among equally busy engines the one at place `first`, modulo their number, comes first, so that
+    workers begin at different ones."""
     api_key = read_secret(
         "rollout.client.api_key", None, file=client.api_key_file, variable=client.api_key_var,
         environ=os.environ,

@@ -1,8 +1,7 @@
 """How many tokens/s an engine samples for this process: a moving average over its last calls. No I/O, no clock.
 
-Fed by the router and the model client with every answered call, read by the engine table before each call. Calls at an
-engine share it, so the rate of a call is multiplied by the calls that ran beside it: an engine with few calls does not
-count as slow.
+Calls at an engine share it, so the rate of a call is multiplied by the calls beside it: an engine with few calls does
+not count as slow.
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 REMEMBERED = 32
-"""Each call that is answered moves the average by one part in so many."""
+"""Each answered call moves the average by one part in so many."""
 
 KNOWN_AFTER = 4
 """Calls after which a rate counts in full; before, the mean of all engines counts for the rest."""
 
 FADES_S = 60.0
-"""A call of so long ago counts half, so that no engine is left out for its past."""
+"""So old a call counts half, so that no engine is left out for its past."""
 
 LEAST_SHARE = 1 / 16
 """Of the mean: no engine counts for less."""
@@ -26,7 +25,7 @@ LEAST_SHARE = 1 / 16
 
 @dataclass(frozen=True)
 class RunningCall:
-    """A call that an engine was given at `began_s`; `before_s` is the time of all calls there up to then."""
+    """`before_s` is the time of all calls at the engine before this one."""
 
     began_s: float
     before_s: float
@@ -34,7 +33,7 @@ class RunningCall:
 
 @dataclass(frozen=True)
 class CallTiming:
-    """A call that an engine answered: how long it took, and how many calls ran there meanwhile, itself included."""
+    """`beside` is how many calls ran meanwhile, itself included."""
 
     seconds: float
     beside: float
@@ -43,7 +42,7 @@ class CallTiming:
 class EngineRate:
     def __init__(self) -> None:
         self.running = 0
-        """Calls that the engine has now."""
+        """Calls at the engine now."""
         self._calls_s = 0.0  # the time of all calls so far
         self._changed_s = 0.0
         self._tokens = self._seconds = 0.0  # averages of a call
@@ -74,7 +73,7 @@ class EngineRate:
         return self._tokens / self._seconds if self._heard else None
 
     def estimate(self, mean: float, now_s: float) -> float:
-        """What it is likely to make now; `mean` is what engines make."""
+        """The likely tokens/s now; `mean` is that of all engines."""
         if (rate := self.tokens_per_s) is None:
             return mean
         trust = min(1.0, self._left(now_s) / KNOWN_AFTER)

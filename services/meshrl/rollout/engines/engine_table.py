@@ -1,8 +1,7 @@
 """Chooses the engine of each model call by health, version, load and speed.
 
-The router feeds it with probes and answers, and asks it before every call. Engines get calls in proportion to their
-observed tokens/s. The first call of a rollout goes to the engine that has its group's prompt, while that saves more
-than the longer queue there costs.
+Engines get calls in proportion to their observed tokens/s. The first call of a rollout goes to the engine that has its
+group's prompt, while that saves more than the longer queue there costs.
 """
 
 from __future__ import annotations
@@ -22,17 +21,16 @@ PREFILL = 1 / 8
 """Cost of a prompt's token, in sampled tokens."""
 
 REMEMBERED_GROUPS = 4096
-"""Whose prompts an engine is taken to have, the latest."""
+"""The latest, whose prompts an engine is taken to have."""
 
 REMEMBERED_CALLS = 64
-"""Each call that is answered moves the mean of sampled tokens by one part in so many."""
+"""Each answered call moves the mean of sampled tokens by one part in so many."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Requirement:
-    """Which policy may sample: that of `run_id`, from `pool`, and at least `min_version` or exactly `exact_version`. An
-    empty run is the engines' only one. `reshaped_by` names settings that change the distribution; with any, logprobs
-    must be of the sampled distribution."""
+    """Which policy may sample. An empty run is the engines' only one. `reshaped_by` names settings that change the
+    distribution; with any, logprobs must be of the sampled distribution."""
 
     run_id: str = ""
     pool: str = ""
@@ -54,7 +52,7 @@ class Requirement:
         return self.min_version is not None or self.exact_version is not None
 
     def met_by(self, version: int | None) -> bool:
-        """True when a policy of `version` may sample; an unknown version meets no bound."""
+        """An unknown version meets no bound."""
         if self.exact_version is not None:
             return version == self.exact_version
         if self.min_version is not None:
@@ -69,19 +67,18 @@ class Requirement:
 
 @dataclass
 class KnownEngine:
-    """All that this process knows of one engine, which goes with it. `version` and `logprobs_mode` are None while
-    unknown. `listed` is False once the hub no longer names it: it gets no new calls, and is forgotten when its calls
-    are over."""
+    """`version` and `logprobs_mode` are None while unknown. `listed` is False once the hub no longer names it: it gets
+    no new calls, and is forgotten when its calls are over."""
 
     url: str
     pool: str = ""
     healthy: bool = False
     trouble: str = ""
-    """Why it gets no calls, if known: it refused this program's key, or did not answer."""
+    """Why it gets no calls, if known."""
     refuses_key: bool = False
     version: int | None = None
     runs: Mapping[str, int] = field(default_factory=dict)
-    """The version of each run's adapter; empty for an engine with one policy."""
+    """Version of each run's adapter; empty for an engine with one policy."""
     logprobs_mode: str | None = None
     capacity: EngineCapacity = NOTHING_SAID
     room: KvRoom = field(default_factory=KvRoom)
@@ -89,11 +86,11 @@ class KnownEngine:
     chosen: int = 0  # number of the call that went here last
     rate: EngineRate = field(default_factory=EngineRate)
     prompts: OrderedDict[str, None] = field(default_factory=OrderedDict)
-    """The groups whose prompt it has computed, by group_id."""
+    """Groups whose prompt it has computed."""
     silent_since_s: float | None = None
     """When it was first found silent, since its last answer."""
     patience: set[asyncio.Timeout] = field(default_factory=set)
-    """Patience of the calls that wait for its answer."""
+    """Of the calls that wait for its answer."""
 
     @property
     def in_flight(self) -> int:
@@ -105,7 +102,7 @@ class KnownEngine:
         return self.listed and self.healthy and has_run and need.met_by(self.version_for(need)) and reports_right
 
     def version_for(self, need: Requirement) -> int | None:
-        """The version that a call of a run gets; None if it is unknown, or the run is not there."""
+        """None if it is unknown, or the run is not there."""
         return self.runs.get(need.run_id) if need.run_id and self.runs else self.version
 
 
@@ -115,7 +112,7 @@ class EngineTable:
         self._engines = {url: KnownEngine(url=url, pool=pool) for url in urls}
         self._fixed = frozenset(self._engines)
         self.known_pools = {engine.pool for engine in self._engines.values()}
-        """The present and earlier pools: one whose engines are all away may get others."""
+        """Also earlier ones: a pool whose engines are all away may get others."""
         self._calls = 0
         self._answered = 0
         self._sampled_tokens = 0.0  # of a call, on average
@@ -148,8 +145,7 @@ class EngineTable:
         capacity: EngineCapacity = NOTHING_SAID,
         runs: Mapping[str, int] | None = None,
     ) -> None:
-        """An engine answered: it is healthy, serves `version`, or one for each of `runs`, and may report its logprobs
-        mode and capacity."""
+        """An engine answered: it serves `version`, or one for each of `runs`."""
         if (engine := self._engines.get(url)) is not None:
             engine.healthy, engine.version, engine.logprobs_mode = True, version, logprobs_mode
             engine.trouble, engine.refuses_key = "", False
@@ -162,20 +158,20 @@ class EngineTable:
             engine.rate.sampled(timing, tokens, self._clock())
 
     def lose(self, url: str, why: str = "") -> None:
-        """An engine did not answer: it gets no calls until it does; its version is forgotten, since it may restart with
-        an older one."""
+        """An engine gets no calls until it answers. Its version is forgotten, since it may restart with an older
+        one."""
         if (engine := self._engines.get(url)) is not None:
             engine.healthy, engine.version, engine.runs = False, None, {}
             engine.trouble, engine.refuses_key = why, False
 
     def lock_out(self, url: str, why: str) -> None:
-        """An engine refused this program's key: it gets no calls until it takes it."""
+        """An engine gets no calls until it takes this program's key."""
         self.lose(url, why)
         if (engine := self._engines.get(url)) is not None:
             engine.refuses_key = True
 
     def locked_out(self, need: Requirement) -> str:
-        """Why no engine will ever take a call, if each refuses this program's key; else empty."""
+        """Why no engine will take a call, if each refuses this program's key; else empty."""
         engines = self.candidates(need)
         return engines[0].trouble if engines and all(engine.refuses_key for engine in engines) else ""
 
@@ -195,7 +191,7 @@ class EngineTable:
         return up if need.reshaped_by and all(engine.logprobs_mode != PROCESSED for engine in up) else ()
 
     def is_past(self, need: Requirement) -> bool:
-        """True when every engine that is up is newer than the exact version: waiting will not help."""
+        """Every engine that is up is newer than the exact version: waiting will not help."""
         exact = need.exact_version
         up = [engine.version_for(need) for engine in self.candidates(need) if engine.healthy]
         return exact is not None and bool(up) and all(version is not None and version > exact for version in up)
@@ -209,9 +205,9 @@ class EngineTable:
         group_id: str = "",
         prompt_tokens: int = 0,
     ) -> KnownEngine | None:
-        """The engine for the next call: the session's own (`prefer`) while it fits, else the one where the call takes
-        the least time: sampling among the calls there, itself included, and the prompt unless its group's is there.
-        Among equals the one whose turn is longest ago."""
+        """The session's own engine (`prefer`) while it fits, else the one where the call takes the least time: sampling
+        among the calls there, itself included, and the prompt unless its group's is there. Among equals the one whose
+        turn is longest ago."""
         fitting = [engine for engine in self.candidates(need) if engine.url not in skip and engine.fits(need)]
         now_s, mean = self._clock(), mean_rate(engine.rate for engine in fitting)
         loads = {engine.url: (engine.in_flight + 1) / engine.rate.estimate(mean, now_s) for engine in fitting}

@@ -3,12 +3,11 @@
 A loss weighs each token by r = p / q, the trainer's probability over the sampler's. Temperature, top-p, top-k and min-p
 change the sampler's distribution, so q must be read after them ("processed", as by our engine and vLLM with
 --logprobs-mode processed_logprobs). With q before them ("raw", vLLM's default) r is wrong at every token, and such
-sampling is refused here before a token is drawn. Temperature travels with each sample, and the trainer divides its
-logits by it.
+sampling is refused before a token is drawn. The trainer divides its logits by the temperature of each sample.
 
 With right q one bias stays: a cut distribution never draws the tokens that it dropped. On the kept tokens r = p / q'
-with the renormalised q' is the right density ratio, and an average weighed by it is the policy's own over those tokens;
-gains and losses on the others are not seen. Only top_p = 1, top_k = 0, min_p = 0 see everything.
+with the renormalised q' is the right density ratio; gains and losses on the others are not seen. Only top_p = 1, top_k
+= 0, min_p = 0 see everything.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ PROCESSED: LogprobsMode = "processed_logprobs"
 
 
 def logprobs_mode_of(payload: object) -> str | None:
-    """The kind of an engine's logprobs in its answer to GET /version; None if it is missing."""
+    """From the answer to GET /version; None if it is missing."""
     mode = payload.get("logprobs_mode") if isinstance(payload, dict) else None
     return mode if isinstance(mode, str) else None
 
 
 def reshaping(sampling: Sampling) -> tuple[str, ...]:
-    """The settings that make the sampled distribution differ from the model's, like "top_p = 0.9"."""
+    """Settings that make the sampled distribution differ from the model's, like "top_p = 0.9"."""
     active = {
         "temperature": sampling.temperature not in (None, 1.0),
         "top_p": sampling.top_p is not None and sampling.top_p < 1.0,

@@ -1,9 +1,8 @@
 """The model client that verifiers uses for the policy: messages to tokens, tokens to an engine, tokens back to a
 message.
 
-It gets one turn at a time: from verifiers' interception server, or from an agent that plays in this process, without
-HTTP in between. `rendering` makes its tokens and the router calls an engine. verifiers' own train client goes through a
-second HTTP client, keeps no policy versions and cannot choose an engine.
+It gets one turn at a time: from verifiers' interception server, or from an agent that plays in this process. verifiers'
+own train client goes through a second HTTP client, keeps no policy versions and cannot choose an engine.
 """
 
 from __future__ import annotations
@@ -43,14 +42,14 @@ from meshrl.wire.trace import context_from
 from meshrl.wire.types import Sampling
 
 _NEUTRAL: Mapping[str, float] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
-"""Sent by default: an engine's own defaults (of a generation_config.json) would change the distribution unnoticed."""
+"""An engine's own defaults (of a generation_config.json) would change the distribution unnoticed."""
 
 _CHAT = ChatDialect()
 
 
 class EngineClient(Client):  # type: ignore[misc]  # verifiers is untyped for the checker
-    """Samples the policy's turns from the engines, and keeps which version sampled which token. `seq_len` bounds prompt
-    plus completion, in tokens. By `pace` the rollouts of this process share the loop."""
+    """Keeps which version sampled which token. `seq_len` bounds prompt plus completion, in tokens. By `pace` the
+    rollouts of this process share the loop."""
 
     def __init__(self, renderer: PolicyRenderer, router: EngineRouter, tracer: Tracer, *, seq_len: int) -> None:
         self._renderer = renderer
@@ -69,7 +68,7 @@ class EngineClient(Client):  # type: ignore[misc]  # verifiers is untyped for th
         turn: PendingTurn | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Response:
-        """One completion of a request that came over HTTP; `raw` is the answer. Raises as `respond` does."""
+        """A request that came over HTTP; `raw` is the answer. Raises as `respond` does."""
         if not isinstance(dialect, ChatDialect):
             raise ProviderError(
                 f"the policy speaks the chat completions API only, got {type(dialect).__name__};"
@@ -86,7 +85,7 @@ class EngineClient(Client):  # type: ignore[misc]  # verifiers is untyped for th
         return response
 
     async def respond(self, model: str, sampling: SamplingConfig, session_id: str, turn: PendingTurn) -> Response:
-        """One completion of a turn. Raises ProviderError; the session's `failure` is then the error to report."""
+        """Raises ProviderError; the session's `failure` is then the error to report."""
         return await self._respond(model, sampling, session_id, turn, turn.prompt, turn.tools, turn.tail)
 
     async def _respond(
@@ -205,14 +204,14 @@ class EngineClient(Client):  # type: ignore[misc]  # verifiers is untyped for th
             session.turns = DirectTurns(run, self)
 
     def turns(self, session_id: str) -> DirectTurns | None:
-        """The object that takes an agent's turns in this process; None if they go over HTTP."""
+        """None if the agent's turns go over HTTP."""
         session = self.book.get(session_id)
         return None if session is None else session.turns
 
 
 class EngineInterception(Interception):  # type: ignore[misc]  # verifiers is untyped for the checker
-    """verifiers' interception, with the policy's calls given to the engine pool. `inner` is started and stopped by its
-    owner; `endpoint` stands for the pool in the agents' configuration."""
+    """verifiers' interception, with the policy's calls given to `client`. `inner` is started and stopped by its owner;
+    `endpoint` stands for the engines in the agents' configuration."""
 
     def __init__(self, inner: Interception, client: EngineClient | ChatServers, endpoint: TrainClientConfig) -> None:
         super().__init__()
@@ -236,19 +235,19 @@ class EngineInterception(Interception):  # type: ignore[misc]  # verifiers is un
 
 
 def plays_in_process(session: RolloutSession) -> bool:
-    """True when nothing stands between an agent and its model but limits and stop conditions on its trace. An agent
-    whose task rewrites or polices requests, or whose network is restricted, goes through the server."""
+    """Nothing stands between an agent and its model but limits and stop conditions on its trace. An agent whose task
+    rewrites or polices requests, or whose network is restricted, goes through the server."""
     hooks = (session.request_interceptors, session.response_interceptors, session.request_stops, session.response_stops)
     single = getattr(session.ctx.sampling, "n", None) in (None, 1)  # the server refuses more completions than one
     return single and not any(hooks) and not session.network_policy.network_restricted
 
 
 class DirectTurns:
-    """The turns of one agent's run in this process, which go straight to the model client, without HTTP in between.
+    """The turns of one agent's run in this process, without HTTP in between.
 
-    The harness (`meshrl.environments.harness`) asks for a completion here. Around it, the work of verifiers'
-    interception server is done in the same order and with the same outcome: limits and stop conditions before it, the
-    turn committed to the trace and the call recorded after it. Turns are taken one after another.
+    Does the work of verifiers' interception server in the same order and with the same outcome: limits and stop
+    conditions before a completion, the turn committed to the trace and the call recorded after it. Turns are taken one
+    after another.
     """
 
     def __init__(self, session: RolloutSession, client: EngineClient) -> None:
@@ -273,8 +272,8 @@ class DirectTurns:
         return typed
 
     async def complete(self, messages: list[Message], tools: list[Tool]) -> AssistantMessage | RefusedCall | None:
-        """One completion; None when the rollout is stopped instead. A refusal is the server's would-be answer; its
-        cause is noted for verifiers to report."""
+        """None when the rollout is stopped instead. A refusal is the server's would-be answer; its cause is noted for
+        verifiers to report."""
         session = self._session
         if (refusal := await self._refused()) is not None:
             return refusal
@@ -355,7 +354,7 @@ class DirectTurns:
 
 
 def _as_sent_back(message: AssistantMessage) -> AssistantMessage:
-    """The reply as the next request has it: without empty text or reasoning."""
+    """Without empty text or reasoning, as the next request has it."""
     content, reasoning = message.content or None, message.reasoning_content or None
     if (content, reasoning) == (message.content, message.reasoning_content) and message.provider_state is None:
         return message

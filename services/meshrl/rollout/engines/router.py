@@ -1,8 +1,8 @@
 """Calls inference engines over HTTP: routes each model call, moves it when an engine is gone, and keeps the versions
 known.
 
-The model client calls it for every completion; `engine_table` chooses the engine. A call moves to another engine only
-before the first byte of an answer, so no turn gets tokens of two engines.
+`engine_table` chooses the engine. A call moves to another one only before the first byte of an answer, so no turn gets
+tokens of two engines.
 """
 
 from __future__ import annotations
@@ -62,20 +62,20 @@ class _BusyError(Exception):
 
 
 def version_of(payload: object) -> int | None:
-    """Reads GET /version: None while the engine holds no weights, 0 for an engine without versions. vLLM reports the
-    version of its own package as a string there; it serves the weights it was started with."""
+    """Reads GET /version: None while the engine holds no weights, 0 for an engine without versions. vLLM has its
+    package's version there as a string, and serves the weights it was started with."""
     version = payload.get("version", "") if isinstance(payload, dict) else ""
     return version if isinstance(version, int | None) and not isinstance(version, bool) else 0
 
 
 def runs_of(payload: object) -> dict[str, int]:
-    """The version of each run's adapter in the same answer; empty for an engine with one policy."""
+    """Versions of the runs' adapters in the same answer; empty for an engine with one policy."""
     runs = payload.get("runs") if isinstance(payload, dict) else None
     return {run: version for run, version in runs.items() if isinstance(version, int)} if isinstance(runs, dict) else {}
 
 
 class EngineRouter:
-    """Owns the connections to the engines. Use as an async context manager."""
+    """Owns the connections to the engines. An async context manager."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class EngineRouter:
     ) -> None:
         self.engines = engines
         self.on_look: Callable[[], None] = lambda: None
-        """Called after every round of asking the engines."""
+        """Called after every look at the engines."""
         self._config = config
         self._api_key = api_key
         self._discovery = discovery
@@ -121,8 +121,8 @@ class EngineRouter:
         return self._round
 
     async def _look_anew(self, need: Requirement) -> None:
-        """Asks every engine for its state after now, unless a round under way finds one that can serve `need`, since a
-        version may have reached the engines after the last look."""
+        """Looks at every engine after now, unless a look under way finds one that can serve `need`: a version may have
+        come after the last one."""
         if self._round is not None and not self._round.done():
             await asyncio.shield(self._round)
         if not self.engines.can_meet(need):
@@ -156,7 +156,7 @@ class EngineRouter:
     async def generate(
         self, session: Session, session_id: str, body: bytes, need: Requirement, *, prompt_tokens: int
     ) -> EngineAnswer:
-        """Has one engine that meets `need` complete `body`, a JSON request of the generate endpoint. Raises MeshError
+        """Has one engine complete `body`, a JSON request of the generate endpoint. Raises MeshError
         VERSION_NOT_AVAILABLE or ENGINE_FAILED when no engine took the call within `failover_s`, or one broke off an
         answer, LOGPROBS_BIASED when none reports logprobs that fit, and EngineRefusedError when an engine rejected the
         request itself."""
@@ -217,8 +217,8 @@ class EngineRouter:
         )
 
     async def _call(self, engine: KnownEngine, session_id: str, body: bytes, need: Requirement) -> EngineAnswer:
-        """One HTTP call to one engine. Raises _UnreachableError, _LockedOutError or _BusyError, after which another
-        engine may be asked, and EngineRefusedError or MeshError ENGINE_FAILED, after which none may."""
+        """Raises _UnreachableError, _LockedOutError or _BusyError, after which another engine may be asked, and
+        EngineRefusedError or MeshError ENGINE_FAILED, after which none may."""
         assert self._http is not None  # entered
         headers = {"Content-Type": "application/json", "Accept": ACCEPT, SESSION_HEADER: session_id}
         if need.run_id:
@@ -361,7 +361,7 @@ class EngineRouter:
         self.engines.lock_out(engine.url, why)
 
     async def _capacity_in_metrics(self, engine: KnownEngine) -> EngineCapacity:
-        """A foreign server's capacity from its metrics, asked once each time that it comes up."""
+        """Asked once each time that a foreign server comes up."""
         assert self._http is not None  # entered
         if engine.healthy:
             return engine.capacity
@@ -375,7 +375,7 @@ class EngineRouter:
 
 
 def _watched_socket(address: aiohttp.AddrInfoType) -> socket.socket:
-    """A socket whose connection breaks within half a minute of its host's end, so that its calls move on."""
+    """Its connection breaks within half a minute of the host's end, so that its calls move on."""
     family, kind, protocol, *_ = address
     made = socket.socket(family, kind, protocol)
     made.setblocking(False)

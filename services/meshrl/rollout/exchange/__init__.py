@@ -1,2 +1,1 @@
-"""A rollout worker without a reachable address: dials the orchestrator, plays its groups, keeps results until they are
-taken."""
+"""A rollout worker without a reachable address, which dials the orchestrator."""

@@ -1,8 +1,6 @@
-"""The events that a worker has yet to deliver, in order, until the orchestrator has acknowledged them.
+"""The events that a worker has yet to deliver, in order, until the orchestrator has acknowledged them. No I/O.
 
-No I/O. Filled by `worker` with the groups' streams, emptied by acknowledgements; after a break it lists the events to
-send again. An event goes numbered -> stored (in the spool) -> sent -> acknowledged, and back to stored when its stream
-breaks.
+An event goes numbered -> stored (in the spool) -> sent -> acknowledged, and back to stored when its stream breaks.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ class SpooledEvent:
 
 @dataclass
 class HeldCall:
-    """A call of this process or an earlier one. `events` are the kept ones, by number, `stored` up to one of them."""
+    """A call of this process or an earlier one. `events` are kept by number, and in the spool up to `stored`."""
 
     call_id: str
     is_ours: bool
@@ -33,12 +31,11 @@ class HeldCall:
 
     @property
     def playing(self) -> bool:
-        """Whether more events come."""
         return self.is_ours and not self.ended
 
 
 class Outbox:
-    """The calls of one worker and what is kept of each. `left` are the events of an earlier process."""
+    """`left` are the events of an earlier process."""
 
     def __init__(self, left: Iterable[SpooledEvent] = ()) -> None:
         self.held_bytes = 0
@@ -64,7 +61,7 @@ class Outbox:
         return not self._calls
 
     def begin(self, call_id: str) -> None:
-        """Begins a call. Raises ValueError for a known one."""
+        """Raises ValueError for a known call."""
         if call_id in self._calls:
             raise ValueError(f"call {call_id} is known")
         self._calls[call_id] = HeldCall(call_id, is_ours=True)
@@ -73,7 +70,7 @@ class Outbox:
         return self._calls[call_id].last_seq + 1
 
     def add(self, event: SpooledEvent) -> None:
-        """Takes an event, which may be sent once it is `stored`. Raises ValueError for a number out of turn."""
+        """The event may be sent once it is `stored`. Raises ValueError for a number out of turn."""
         call = self._calls[event.call_id]
         if call.ended or event.seq <= call.last_seq:
             raise ValueError(f"event {event.seq} of call {event.call_id} after {call.last_seq}")
@@ -82,7 +79,7 @@ class Outbox:
         self.held_bytes += len(event.message)
 
     def stored(self, event: SpooledEvent) -> None:
-        """The event is in the spool; a call dropped meanwhile stays dropped."""
+        """A call dropped meanwhile stays dropped."""
         call = self._calls.get(event.call_id)
         if call is not None and event.seq in call.events:
             call.stored = max(call.stored, event.seq)
@@ -97,7 +94,7 @@ class Outbox:
         return None
 
     def acknowledge(self, call_id: str, seq: int) -> None:
-        """The orchestrator has the events up to `seq`. A call whose end it has is forgotten."""
+        """A call is forgotten once its end is acknowledged."""
         call = self._calls.get(call_id)
         if call is None:
             return

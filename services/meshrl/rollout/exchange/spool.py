@@ -1,7 +1,7 @@
 """The file in which a worker keeps its results until the orchestrator has them; written before anything is sent.
 
-One process at a time has it open. Its calls block; `worker` makes them on a thread. An abandoned write goes on there,
-and `close` waits for it: SQLite crashes when a file is closed under a statement.
+One process at a time has it open. Its calls block. An abandoned write goes on in its thread, and `close` waits for it:
+SQLite crashes when a file is closed under a statement.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A worker's side of RolloutExchange: dials the orchestrator, plays the groups that it is given, reports the results.
 
-consumes   groups to play, from the stream; the same `RolloutRunner` plays them that stands behind RolloutService
+consumes   groups to play, from the stream
 produces   events of calls: in the spool first, then on the stream, until they are acknowledged
 waits for  the orchestrator, for as long as it takes; for credit before each event
 """
@@ -32,20 +32,20 @@ from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import CONTRACT_VERSION, RolloutRequest
 
 FIRST_ANSWER_S = 30.0
-"""For the orchestrator to name its terms."""
+"""Seconds for the orchestrator to name its terms."""
 
 LOOK_S = 0.5
-"""Between two looks at the versions of the engines."""
+"""Seconds between two looks at the versions of the engines."""
 
 SILENT_HEARTBEATS = 3
-"""Missing heartbeats after which a stream is dead."""
+"""Missing ones after which a stream is dead."""
 
 _FATAL = frozenset({Reason.CONTRACT_MISMATCH, Reason.INVALID_REQUEST, Reason.NOT_SUPPORTED})
 _REFUSED = frozenset({Reason.UNAUTHENTICATED, Reason.PERMISSION_DENIED})
 
 
 class _Stream:
-    """One stream to the orchestrator. `terms` is set once the lease has come; only then is more than hello sent."""
+    """`terms` is set once the lease has come; only then is more than hello sent."""
 
     def __init__(self) -> None:
         self.terms = asyncio.Event()
@@ -60,7 +60,7 @@ class _Stream:
 
 
 class ExchangeWorker:
-    """One worker. `max_queued`: how many rollouts wait beyond the running ones, as for RolloutService."""
+    """`max_queued`: rollouts that wait beyond the running ones."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class ExchangeWorker:
             )
 
     async def delivered(self, deadline_s: float) -> None:
-        """Waits until all results of this worker are acknowledged; logs the others."""
+        """Waits until all results are acknowledged; logs the others."""
         try:
             async with asyncio.timeout(deadline_s):
                 while not self._outbox.is_empty:

@@ -1,1 +1,1 @@
-"""Chat messages as the tokens of the policy, and back; and caches of prompts that are rendered repeatedly."""
+"""Chat messages as the tokens of the policy, and back."""

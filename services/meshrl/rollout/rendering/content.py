@@ -1,7 +1,6 @@
-"""Finds the content of messages among the tokens that a chat template made of them; the rest of a message is its
-markup.
+"""Finds the content of messages among the tokens that a chat template made of them; the rest is markup.
 
-Used by `renderer` around the renderer for unknown chat templates, which alone does not separate the two.
+For the renderer for unknown chat templates, which alone does not separate the two.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from renderers.base import RenderedTokens, Renderer
 from renderers.default import DefaultRenderer
 
 CUT_CHARACTER = "\ufffd"
-"""How a tokenizer decodes a character of which a token is missing."""
+"""Decoded from a character of which a token is missing."""
 
 FIRST_WINDOW = 16
 """Tokens at an end of a message in which the end of its content is looked for first."""
@@ -66,8 +65,8 @@ def content_mask(
 
 
 def content_range(token_ids: list[int], text: str, decode: Callable[[list[int]], str]) -> tuple[int, int] | None:
-    """The tokens [start, end) of a message that write its text; None if it is found nowhere or in several places. A
-    token that also writes markup belongs with its first character."""
+    """The tokens [start, end) of a message that write its text; None if it is not found exactly once. A token that also
+    writes markup belongs with its first character."""
     whole = decode(token_ids)
     sought = text if text in whole else text.strip()  # many templates strip it
     if not sought:
@@ -82,9 +81,9 @@ def content_range(token_ids: list[int], text: str, decode: Callable[[list[int]],
 
 
 def tokens_that_write(token_ids: list[int], count: int, whole: str, decode: Callable[[list[int]], str]) -> int:
-    """The least number of first tokens that write `count` characters of the `whole` text of all tokens. Content fills
-    most of a message, so the search begins at the nearer end and decodes little of a long one. Not every tokenizer's
-    texts of parts are parts of the text, so the answer is checked on whole prefixes."""
+    """The least number of first tokens that write `count` characters of `whole`. Content fills most of a message, so
+    the search begins at the nearer end and decodes little of a long one. Not every tokenizer's texts of parts are parts
+    of the text, so the answer is checked on whole prefixes."""
 
     def characters(num_tokens: int) -> int:
         return len(decode(token_ids[:num_tokens]).rstrip(CUT_CHARACTER))
@@ -98,7 +97,7 @@ def tokens_that_write(token_ids: list[int], count: int, whole: str, decode: Call
 
 
 def _guess(token_ids: list[int], count: int, whole: str, decode: Callable[[list[int]], str]) -> int:
-    """`tokens_that_write` if decoded parts joined make the whole."""
+    """Right if decoded parts joined make the whole."""
     start, written, low, high, window = 0, 0, 0, len(token_ids), FIRST_WINDOW
     if 2 * count < len(whole):
         while window < len(token_ids) and len(decode(token_ids[:window])) < count:

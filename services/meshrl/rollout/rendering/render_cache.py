@@ -1,7 +1,4 @@
-"""Keeps the tokens of prompts that are rendered repeatedly: the first prompt of a group's rollouts, earlier turns.
-
-Used by `renderer` around a renderer and its tokenizer.
-"""
+"""Keeps the tokens of prompts that are rendered repeatedly: the first prompt of a group's rollouts, earlier turns."""
 
 from __future__ import annotations
 
@@ -23,14 +20,14 @@ if TYPE_CHECKING:
 ValueT = TypeVar("ValueT")
 
 KEPT_S = 300.0
-"""None is kept longer, since a template may write the date."""
+"""No longer, since a template may write the date."""
 PROMPT_TOKENS = 256_000
 PREFIX_TOKENS = 1_000_000
 SHORT_TEXT = 64
 
 
 class RenderCache(Generic[ValueT]):
-    """Rendered prompts by their input; beyond `max_tokens` together the least used go first."""
+    """By the rendered input; beyond `max_tokens` together the least used go first."""
 
     def __init__(self, max_tokens: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._max_tokens = max_tokens
@@ -67,8 +64,7 @@ class RenderCache(Generic[ValueT]):
 
 
 def remember_prefixes(renderer: Renderer) -> None:
-    """Has the renderer for unknown chat templates, which renders each prefix of a conversation anew at each turn, keep
-    them."""
+    """The renderer for unknown chat templates renders each prefix of a conversation anew at each turn."""
     if type(renderer) is not DefaultRenderer or not hasattr(renderer, "_apply"):
         return
     apply = renderer._apply
@@ -86,9 +82,9 @@ def remember_prefixes(renderer: Renderer) -> None:
 
 
 def quicken(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Has a tokenizer decode a list of ids without looking at each first, and keep the ids of short texts and tokens:
-    renderers decode every completion twice, encode the same header three times, and ask six times for the ids of the
-    same marks."""
+    """Has a tokenizer decode a list of ids without looking at each first, and keep the ids of short texts: renderers
+    decode every completion twice, encode the same header three times, and ask six times for the ids of the same
+    marks."""
     decode, encode = tokenizer.decode, tokenizer.encode
     one_by_one = getattr(tokenizer, "_decode", None)
 

@@ -1,8 +1,7 @@
 """Turns chat messages into the policy's tokens and back, with the renderer that fits its tokenizer.
 
-`local` loads the renderer once; the model client asks it for each turn's prompt, and for the message in the sampled
-tokens. Only here is a tokenizer loaded, and with it transformers; torch only with tokenizers that `tokenizer_folders`
-does not know.
+Only here is a tokenizer loaded, and with it transformers; torch only with tokenizers that `tokenizer_folders` does not
+know.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ from meshrl.rollout.rendering.tokenizer_folders import known_class, load_known
 from meshrl.wire.errors import MeshError, Reason
 
 INLINE_CHARACTERS = 16_384
-"""Prompts up to this long are tokenized on the event loop, as the hop to a thread would cost more."""
+"""Longer prompts are tokenized in a thread; for others the hop would cost more."""
 
 WireMessage = Mapping[str, object]
-"""A message or a tool as the OpenAI API writes it."""
+"""A message or a tool in the OpenAI API."""
 
 
 class UnrenderableError(ValueError):
@@ -43,8 +42,8 @@ class UnrenderableError(ValueError):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RenderedPrompt:
-    """A turn's prompt in tokens. `attribution` gives each token's message. `bridged`: it extends the tokens of the turn
-    before, sampled ones included."""
+    """`attribution` gives each token's message. `bridged`: it extends the tokens of the turn before, sampled ones
+    included."""
 
     token_ids: list[int]
     attribution: RenderedTokens
@@ -52,7 +51,7 @@ class RenderedPrompt:
 
 
 class PolicyRenderer:
-    """The process's chat renderer. Tokenizers are not thread-safe, so it renders one prompt at a time."""
+    """Tokenizers are not thread-safe, so it renders one prompt at a time."""
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
@@ -68,7 +67,7 @@ class PolicyRenderer:
         tail: Sequence[Message],
         tools: list[WireMessage] | None,
     ) -> RenderedPrompt:
-        """The prompt of a turn; `tail` are its messages since the last one. Raises UnrenderableError."""
+        """`tail` are the turn's messages since the last one. Raises UnrenderableError."""
         wire, wire_tail = _wire(messages), _wire(tail)
         previous = turn.previous_renderer_token_ids() if turn is not None and _can_be_appended(wire_tail) else None
 
@@ -133,14 +132,14 @@ def _wire(messages: Sequence[Message]) -> list[WireMessage]:
 
 
 def _can_be_appended(tail: Sequence[WireMessage]) -> bool:
-    """True for tool results followed by at most one user message, which a renderer can append."""
+    """Tool results followed by at most one user message, which a renderer can append."""
     roles = [message["role"] for message in tail]
     return bool(roles) and all(role == "tool" for role in roles[:-1]) and roles[-1] in ("tool", "user")
 
 
 def load_renderer(tokenizer: str, options: Mapping[str, object], *, show_rows: int = 0) -> Renderer:
     """The renderer for a tokenizer (name or folder). Blocks: it may read many megabytes. The first `show_rows` prompts
-    are logged. Without options it is the renderer made for the model, else the tokenizer's own chat template. Raises
+    are logged. Without options it is the one made for the model, else the tokenizer's own chat template. Raises
     ConfigError when the tokenizer cannot be loaded or the options name no renderer."""
     try:
         known = load_known(tokenizer)
@@ -173,7 +172,7 @@ def _create(loaded: object, tokenizer: str, options: Mapping[str, object]) -> Re
 
 
 def show_prompts(renderer: Renderer, tokenizer: Any, count: int) -> None:
-    """Has the renderer log its first `count` prompts, as `sft` shows its first rows."""
+    """Logs the renderer's first `count` prompts, as `sft` shows its first rows."""
     render, left = renderer.render, count
 
     @functools.wraps(render)
@@ -189,7 +188,7 @@ def show_prompts(renderer: Renderer, tokenizer: Any, count: int) -> None:
 
 
 def described(rendered: RenderedTokens, messages: Sequence[Mapping[str, object]], tokenizer: Any, renderer: str) -> str:
-    """A prompt as text: a line for each message and each piece of markup between them, with its tokens."""
+    """A line for each message and each piece of markup between them, with its tokens."""
     lines = [f"a prompt of {len(rendered.token_ids)} tokens by {renderer}:"]
     places = np.array(rendered.message_indices, dtype=np.int64)
     for start, end in pairwise([0, *(np.flatnonzero(np.diff(places)) + 1).tolist(), len(places)]):

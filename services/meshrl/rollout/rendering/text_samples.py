@@ -1,8 +1,7 @@
-"""Makes samples of rollouts that another model played as text: the policy's tokens of the prompts and replies.
+"""Makes samples of rollouts that another model played as text, for the policy to imitate (`rollout.text_samples`).
 
-Used with `rollout.text_samples`: a teacher plays over /v1/chat/completions, which gives no tokens, and the policy is to
-imitate it. Every reply is a sample of its own behind the prompt that the policy would have been given, so a template
-that renders history otherwise than replies does no harm. Logprobs, which are unknown, are 0.
+Every reply is a sample of its own behind the prompt that the policy would have been given, so a template that renders
+history otherwise than replies does no harm. Logprobs, which are unknown, are 0.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ class TextSamples:
         self._seq_len = seq_len
 
     async def of(self, trace: Trace) -> tuple[Sample, ...]:
-        """One sample for each reply of the model, in order. Raises MeshError INVALID_REQUEST for a reply that the
-        policy's template does not render behind its prompt."""
+        """One sample for each reply, in order. Raises MeshError INVALID_REQUEST for a reply that the policy's template
+        does not render behind its prompt."""
         samples: list[Sample] = []
         seen: set[int] = set()
         for branch in trace.branches:

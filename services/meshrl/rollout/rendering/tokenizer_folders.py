@@ -1,8 +1,7 @@
 """Loads the tokenizer of a folder without torch, if the folder's files suffice.
 
-AutoTokenizer of transformers reads the model's configuration first, which imports torch if it is installed: three
-seconds of a core and 500 MiB in every process that plays. Used by `renderer`, and by the front of the workers to decide
-what their fork server imports. Unknown folders are left to AutoTokenizer.
+AutoTokenizer reads the model's configuration first, which imports torch if it is installed: three seconds of a core and
+500 MiB in every process that plays. Unknown folders are left to it.
 """
 
 from __future__ import annotations
@@ -16,19 +15,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 GENERIC = "PreTrainedTokenizerFast"
-"""The class of transformers that takes everything from tokenizer.json."""
+"""Takes everything from tokenizer.json."""
 _CLASSES: Mapping[str, Mapping[str, str]] = {
     "llama": {"PreTrainedTokenizerFast": GENERIC, "TokenizersBackend": GENERIC},
     "qwen3": {"PreTrainedTokenizerFast": GENERIC, "TokenizersBackend": GENERIC, "Qwen2Tokenizer": "Qwen2Tokenizer"},
 }
-"""Class that AutoTokenizer chooses, by model_type of config.json and tokenizer_class of tokenizer_config.json."""
+"""The class that AutoTokenizer chooses, by model_type of config.json and tokenizer_class of tokenizer_config.json."""
 _VISION = ("vision_config", "vision_tower", "image_token_id")
-"""A config.json with one of these is of a model that sees images, for which no renderer may be taken on trust."""
+"""Keys of a model that sees images, for which no renderer may be taken on trust."""
 
 
 def known_class(name: str) -> str | None:
-    """The class of transformers that AutoTokenizer would choose for the folder `name`, or None if only it can choose. A
-    folder with a class is that of a model of text alone."""
+    """The class that AutoTokenizer would choose for the folder `name`, or None if only it can choose. A folder with a
+    class is that of a model of text alone."""
     folder = Path(name)
     if not (folder / "tokenizer.json").is_file():
         return None
@@ -43,7 +42,7 @@ def known_class(name: str) -> str | None:
 
 
 def load_known(name: str) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of the folder `name`, or None as `known_class`. Raises OSError or ValueError."""
+    """None as `known_class`. Raises OSError or ValueError."""
     chosen = known_class(name)
     if chosen is None:
         return None

@@ -1,1 +1,1 @@
-"""Worker processes that host environments, and the front's side of them."""
+"""Worker processes that host environments."""

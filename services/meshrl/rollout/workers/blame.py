@@ -1,8 +1,7 @@
 """Decides whose code lost or blocked a worker, and which of its rollouts are played again. No I/O.
 
-Used by the fleet of workers. The rollout that did it fails. A rollout of another environment is played again as often
-as it takes, until the deadline of its group. One of the same environment, or of any if the cause is unknown, may be the
-next to do it, so its losses are counted.
+The rollout that did it fails. A rollout of another environment is played again until the deadline of its group. One of
+the same environment, or of any if the cause is unknown, may be the next to do it, so its losses are counted.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ class Fault(enum.Enum):
 
 @dataclass(frozen=True)
 class Culprit:
-    """Whose code it was: `environment` "" and `rollout`, the id of its call, NO_ROLLOUT if unknown."""
+    """ "" is an unknown environment, NO_ROLLOUT an unknown rollout."""
 
     environment: str = ""
     rollout: str = NO_ROLLOUT
 
     def fault_of(self, environment: str, rollout: str, busy: Collection[str]) -> Fault:
-        """Whose doing it was, for a rollout of `environment`; `busy` are the environments that the worker played. If
-        only an environment is known, as with memory, its rollouts did it themselves."""
+        """The fault of a rollout of `environment`; `busy` are the environments that the worker played. If only an
+        environment is known, as with memory, its rollouts did it themselves."""
         suspect = self.environment or (next(iter(busy)) if len(busy) == 1 else "")
         if not suspect:
             return Fault.UNKNOWN
@@ -45,7 +44,7 @@ NOBODY = Culprit()
 
 
 class Tries:
-    """How often a rollout has been tried, without losses by another environment."""
+    """Counts losses, but for those by another environment."""
 
     def __init__(self) -> None:
         self._lost = 0

@@ -1,13 +1,13 @@
 """All workers of the service: which environment is played where, and what happens when a worker is lost.
 
-A group is played with one call of a worker for each rollout, and stays at one worker while it can; a rollout that is
-lost with its worker is played again at another, or fails with the cause, as `blame` decides.
+A group stays at one worker while it can; a rollout that is lost with its worker is played again at another, or fails
+with the cause, as `blame` decides.
 
 Environments share the workers of `rollout.workers` unless they ask for their own. When a shared worker is lost, the
 environment whose code did it gets workers of its own; if the cause is unknown, each that played there does, and the
-next loss shows it. A shared worker that code blocks is left to its environment for good within about a second. A
-standby, which has loaded the shared environments too, takes over from a lost worker at once; the lost one's place
-starts the next standby.
+next loss shows it. A shared worker that code blocks is left to its environment within about a second. A standby, which
+has loaded the shared environments too, takes over from a lost worker at once; the lost one's place starts the next
+standby.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from meshrl.wire.types import EnvironmentInfo, RolloutFailure, RolloutRequest
 LOOK_EVERY_S = 0.25
 STOOD_STILL_S = 1.0
 LEFT_AFTER_S = 1.0
-"""How long code may block a shared worker before the others leave it, if they have another."""
+"""Seconds that code may block a shared worker before the others leave it, if they have another."""
 STOP_GRACE_S = 5.0
 EXPORT_GRACE_S = 20.0
 """A worker that is asked to end first sends its last spans to a collector."""
@@ -54,7 +54,7 @@ UNKNOWN_MEMORY_MIB = 4096
 
 
 class WorkerFleet:
-    """The workers of a service. Use as an async context manager, from one event loop."""
+    """An async context manager, used from one event loop."""
 
     def __init__(self, config: RolloutConfig) -> None:
         self._entries = {entry.resolved_name: entry for entry in config.env if config.workers or _asks_for_own(entry)}
@@ -75,7 +75,7 @@ class WorkerFleet:
         self._looking: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> WorkerFleet:
-        """Starts all workers. Raises ConfigError when an environment cannot be loaded."""
+        """Raises ConfigError when an environment cannot be loaded."""
         started = await asyncio.gather(*(place.first() for place in self._places()), return_exceptions=True)
         for worker in started:
             if isinstance(worker, BaseException):
@@ -112,8 +112,8 @@ class WorkerFleet:
         return calls
 
     async def worker_for(self, environment: str, before: WorkerProcess | None) -> WorkerProcess:
-        """The worker for a rollout: the one that played its group `before`, else the least loaded. Waits for one that
-        starts; one with a blocked event loop is used only without another."""
+        """The one that played the rollout's group `before`, else the least loaded. Waits for one that starts; one with
+        a blocked event loop is used only without another."""
         while True:
             upcoming = self._changed.upcoming
             usable = [place.worker for place in self._places_of(environment) if place.worker and place.worker.usable]
@@ -151,7 +151,7 @@ class WorkerFleet:
         return (environment,), PlaceLimits(entry.deadlines.blocked_s, entry.max_memory_mib or self._max_memory_mib)
 
     def _start_standby(self) -> None:
-        """Keeps a worker ready for environments that share, which a lost one would hold up."""
+        """For environments that share, which a lost worker would hold up."""
         if self._with_standby and self._standby is None and len(self._shared_names) > 1:
             self._standby = self._place(None)
             self._standby.keep_starting()
@@ -194,7 +194,7 @@ class WorkerFleet:
 
     def _leave_to_blocker(self, place: WorkerPlace) -> None:
         """Moves the others away from a shared worker that one environment's code blocks. A ready standby takes its
-        place, and the blocker keeps the worker as its own."""
+        place, and the blocker keeps the worker."""
         worker, standby = place.worker, self._standby
         hold = worker.hold() if worker is not None and worker.usable else None
         if worker is None or hold is None or not hold.culprit.environment or hold.seconds < LEFT_AFTER_S:
@@ -249,8 +249,7 @@ class WorkerFleet:
 
 
 class PooledPlayer:
-    """Plays groups of one environment at the workers of a fleet. `failover_s`: how long a rollout waits for an engine
-    that its worker misses."""
+    """`failover_s`: how long a rollout waits for an engine that its worker misses."""
 
     def __init__(self, fleet: WorkerFleet, environment: str, failover_s: float) -> None:
         self._fleet = fleet
@@ -284,7 +283,7 @@ class PooledEpisodes:
         self._ends_s = time.monotonic() + request.deadline_s
         self._worker: WorkerProcess | None = None
         self._doing: dict[int, tuple[WorkerProcess | None, float]] = {}
-        """By rollout: the worker that plays it, None while it waits for one, and since when."""
+        """The worker that plays each rollout, None while it waits for one, and since when."""
 
     async def play(self, index: int) -> EpisodeResult:
         """Raises the worker's MeshError where that refuses the group."""

@@ -1,9 +1,9 @@
 """The front's calls of a worker over a socket pair: messages of the contract without gRPC, which costs 30 times more.
 
 A frame is its length, its kind, the number of its call and the bytes of a message. The front sends PLAY with a
-RunRolloutsRequest, and CANCEL. The worker answers a call with RunRolloutsResponses, an EVENT each, and END behind them,
-or REFUSED with a google.rpc.Status. It sends READY with a ListEnvironmentsResponse once it takes calls, and then STATUS
-with a GetRolloutStatusResponse every second. The pair's end shows each side that the other one has left.
+RunRolloutsRequest, and CANCEL. The worker answers with RunRolloutsResponses, an EVENT each, and END, or REFUSED with a
+google.rpc.Status. It sends READY with a ListEnvironmentsResponse once it takes calls, then STATUS with a
+GetRolloutStatusResponse every second. The pair's end shows each side that the other one has left.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import struct
 from collections.abc import Callable
 
 MOST_WAITING_BYTES = 64 * 2**20
-"""Bytes of frames that the other side has not taken, beyond which no call or rollout begins."""
+"""Untaken bytes beyond which no call or rollout begins."""
 
 _HEAD = struct.Struct("<IBQ")
 
@@ -30,7 +30,7 @@ class FrameKind(enum.IntEnum):
 
 
 class Link(asyncio.Protocol):
-    """One end of the pair: sends frames, and calls `take` with the kind, number and bytes of each that comes."""
+    """One end of the pair; `take` gets the kind, number and bytes of each frame."""
 
     def __init__(self, take: Callable[[FrameKind, int, bytes], None]) -> None:
         self.left: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -1,4 +1,4 @@
-"""Where a worker's output goes: a file for each environment it hosts, and one for the rest.
+"""Leads a worker's output into a file for each environment it hosts, and one for the rest.
 
 logs/envs/{train,eval}/NAME/env_worker_N.log has the output while environment NAME played in worker N. A worker of one
 environment writes everything there; of several, output without a known environment (a program that one of them starts,
@@ -32,13 +32,13 @@ def env_folder(output_dir: Path, entry: EnvConfig) -> Path:
 
 
 def log_environments(entries: Iterable[EnvConfig], output_dir: Path) -> None:
-    """Sends the front's log about an environment, or its own play of it, to the environment's env_server.log too."""
+    """Sends the front's log about an environment to the environment's env_server.log too."""
     for entry in entries:
         _log_to(env_folder(output_dir, entry) / SERVER_LOG, entry.resolved_name, "DEBUG")
 
 
 def take_over_output(entries: Sequence[EnvConfig], number: int, output_dir: Path, config: LogConfig) -> None:
-    """Leads stdout, stderr and the log of this process, worker `number` that hosts `entries`, into its files."""
+    """Leads stdout, stderr and the log of worker `number`, which is this process, into its files."""
     file = f"env_worker_{number}.log"
     hosted = {entry.resolved_name: env_folder(output_dir, entry) / file for entry in entries}
     rest = log_place(Layout(output_dir), "envs", file)
@@ -81,8 +81,6 @@ class _ByEnvironment:
 
 
 def _log_to(path: Path, environment: str, level: str) -> None:
-    """Adds a file for the log lines about an environment."""
-
     def belongs(record: JsonObject) -> bool:
         return bool(record["extra"].get("env") == environment)
 

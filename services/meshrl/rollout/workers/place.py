@@ -1,6 +1,6 @@
 """One place for a worker: starts its process, watches it, ends one that is stuck, and starts the next.
 
-The fleet owns the places and gets each lost worker with the cause; it decides who is to blame.
+The fleet decides who is to blame for a lost worker.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SHORTEST_SILENCE_S = 10.0
 
 @dataclass(frozen=True)
 class Loss:
-    """How a worker was lost: in words that follow "its worker", and whose code did it."""
+    """In words that follow "its worker", and whose code did it."""
 
     words: str
     culprit: Culprit = NOBODY
@@ -37,15 +37,14 @@ class Loss:
 
 @dataclass(frozen=True)
 class PlaceLimits:
-    """How long the event loop of its workers may be held up, and how much memory they may use."""
+    """How long the event loop may be held up, and the memory of a worker."""
 
     blocked_s: float
     max_memory_mib: int
 
 
 class WorkerPlace:
-    """Keeps one worker running, as `settings` has it. `hosting` gives what a worker of `environment` hosts when it
-    starts, and its limits."""
+    """Keeps one worker running. `hosting` gives the names that a worker of `environment` hosts, and its limits."""
 
     def __init__(
         self,
@@ -57,7 +56,7 @@ class WorkerPlace:
     ) -> None:
         self.number = settings.number
         self.environment = environment
-        """Its environment; None for all that share. A change holds for the next workers, its limits at once."""
+        """None for all that share. A change holds for the next workers, its limits at once."""
         self.worker: WorkerProcess | None = None
         self.again_at_s = 0.0
         """When the next worker starts (time.monotonic), while there is none."""
@@ -70,7 +69,7 @@ class WorkerPlace:
         self._task: asyncio.Task[None] | None = None
 
     async def first(self) -> WorkerProcess:
-        """Starts the first worker and waits until it is ready. Raises ConfigError where it cannot be."""
+        """Waits until the first worker is ready. Raises ConfigError where it cannot be."""
         worker = await self._start()
         self._task = asyncio.create_task(self._keep(worker))
         return worker

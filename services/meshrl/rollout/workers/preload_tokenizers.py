@@ -1,6 +1,6 @@
 """The fork server's imports beside `preload` if only AutoTokenizer can choose a tokenizer's class.
 
-Named to `multiprocessing`, imported by nobody else. It imports torch if that is installed.
+Named to `multiprocessing`. It imports torch if that is installed.
 """
 
 from meshrl.core.heap import loading

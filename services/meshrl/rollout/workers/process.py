@@ -1,8 +1,7 @@
 """The front's side of one worker process: starts it, has it play rollouts, and ends it.
 
-Owned by a place of the fleet, which starts another process when this one is lost. A worker is called over `link`, once
-for each rollout. Reports that its event loop cannot make come as one JSON object a line over another socket pair: that
-it is unusable, that its event loop is blocked and by whom, and whose code ends it.
+A worker is called over `link`, once for each rollout. Reports that its event loop cannot make come as one JSON object a
+line over another socket pair: that it is unusable, that its event loop is blocked and by whom, and whose code ends it.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ class WorkerLostError(Exception):
 
 @dataclass(frozen=True)
 class Hold:
-    """What holds a worker's event loop up: the code of `culprit` at `where`, for `seconds`."""
+    """The code of `culprit` at `where` holds a worker's event loop up."""
 
     culprit: Culprit
     where: str
@@ -80,7 +79,7 @@ class Hold:
 
 @dataclass
 class WorkerCall:
-    """A rollout that a worker plays: its messages so far, all of them once it has `ended`."""
+    """A rollout that a worker plays; it has all its messages once it has `ended`."""
 
     environment: str
     messages: list[bytes] = field(default_factory=list)
@@ -96,8 +95,8 @@ _ONE_AT_A_TIME = threading.Lock()
 
 
 def new_process(pair: tuple[socket.socket, socket.socket], settings: WorkerSettings) -> BaseProcess:
-    """Starts a worker; blocking. The first one waits seconds for a fork server's imports, later ones take milliseconds.
-    Without fork servers each imports for itself."""
+    """Blocks. The first worker waits seconds for a fork server's imports, later ones take milliseconds. Without fork
+    servers each imports for itself."""
     method = "forkserver" if sys.platform == "linux" else "spawn"
     context = multiprocessing.get_context(method)
     if method == "forkserver":
@@ -113,21 +112,21 @@ def new_process(pair: tuple[socket.socket, socket.socket], settings: WorkerSetti
 
 
 def exit_code(process: BaseProcess, deadline_s: float) -> int | None:
-    """The exit code of a process that ends within the deadline, else None; blocking."""
+    """None if the process does not end within the deadline; blocks."""
     wait([process.sentinel], deadline_s)
     with _ONE_AT_A_TIME:
         return process.exitcode
 
 
 def run_worker(link: socket.socket, reports: socket.socket, settings: WorkerSettings) -> None:
-    """The main of a worker's process; the front does not import it."""
+    """A worker's main, which the front does not import."""
     from meshrl.rollout.workers import worker
 
     worker.main(link, reports, settings)
 
 
 class WorkerProcess:
-    """One worker process. Use from one event loop."""
+    """Use from one event loop."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         self.settings = replace(settings, mark=secrets.token_hex(16))
@@ -135,7 +134,7 @@ class WorkerProcess:
         self.in_flight: Mapping[str, int] = {}
         """Its model calls, by engine."""
         self.calls: dict[int, WorkerCall] = {}
-        """The rollouts that it plays, by the number of the call."""
+        """The rollouts that it plays, by number."""
         self.load = 0
         """Rollouts of the groups that are played here."""
         self.heard_s = time.monotonic()
@@ -143,7 +142,7 @@ class WorkerProcess:
         self.gone = asyncio.Event()
         """The process has ended, or is about to."""
         self.exiter = NOBODY
-        """Whose code ends the process, if it has reported that."""
+        """Whose code ends the process, if reported."""
         self.ended_by = ""
         """Why the front ended it; "" if it did not."""
         self._held: tuple[Hold, float] | None = None
@@ -156,7 +155,7 @@ class WorkerProcess:
         self._loaded_mib = 0
 
     async def start(self) -> None:
-        """Starts the process; `ready` returns when its environments are loaded, or why they cannot be (ConfigError)."""
+        """`ready` returns when the environments are loaded, or why they cannot be (ConfigError)."""
         ours, theirs = zip(socket.socketpair(), socket.socketpair(), strict=True)
 
         def close(*ends: socket.socket) -> None:
@@ -196,7 +195,7 @@ class WorkerProcess:
         return replace(hold, seconds=hold.seconds + since_s) if since_s < ALARM_IS_FRESH_S else None
 
     async def play(self, environment: str, request: pb.RunRolloutsRequest) -> list[bytes]:
-        """Has it play a group of one rollout; returns its stream, the summary last. Raises the worker's MeshError, and
+        """Plays a group of one rollout; returns its stream, the summary last. Raises the worker's MeshError, and
         WorkerLostError if it is lost, or left to another environment."""
         number, call = next(self._numbers), WorkerCall(environment)
         self.calls[number] = call
@@ -219,7 +218,7 @@ class WorkerProcess:
             call.fail(WorkerLostError(causes[call.environment], fault))
 
     def leave_to(self, environment: str) -> None:
-        """Moves everything elsewhere but the rollouts of this environment, whose code holds the worker up."""
+        """Moves everything elsewhere but this environment's rollouts, whose code holds the worker up."""
         words = f"its worker {self.settings.number} is blocked by environment {environment}"
         for call in self.calls.values():
             if call.environment != environment:
@@ -234,7 +233,7 @@ class WorkerProcess:
         self._link.close()
 
     async def wait_gone(self) -> str:
-        """Waits for its end; returns the cause. Its children have ended too."""
+        """Returns the cause of its end. Its children have ended too."""
         await self.gone.wait()
         process = self._process
         if process is None:
@@ -256,7 +255,7 @@ class WorkerProcess:
             self._reports.close()
 
     def grown_mib(self) -> int:
-        """Memory that it has taken since its environments were loaded, in MiB; 0 if the system does not report it."""
+        """Memory taken since the environments were loaded; 0 if the system does not report it."""
         return self._rss_mib() - self._loaded_mib
 
     def _rss_mib(self) -> int:

@@ -1,9 +1,8 @@
 """Finds out, inside a worker, which environment's code holds the event loop up or ends the process.
 
 A thread looks at the loop's stack. The code of an environment runs in a context that names it (`playing`), which the
-loop's own frame at the bottom of the stack holds. Findings go to the front over a socket pair, as one JSON object a
-line, since the rollout service cannot answer meanwhile. While code in C holds the interpreter's lock, the front
-receives nothing at all.
+loop's own frame at the bottom of the stack holds. Findings go to the front as one JSON object a line. While code in C
+holds the interpreter's lock, the front receives nothing at all.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ _PLAYING: ContextVar[tuple[str, str]] = ContextVar("meshrl_playing", default=_NO
 
 
 def report(to: socket.socket, kind: str, **fields: object) -> None:
-    """Sends the front one report, from any thread."""
+    """May be called from any thread."""
     with suppress(OSError):  # the front is gone, or has not read the last ones yet
         to.send(json.dumps({"kind": kind, **fields}).encode() + b"\n", socket.MSG_DONTWAIT)
 
 
 @contextmanager
 def playing(environment: str, rollout: str) -> Iterator[None]:
-    """Code that starts within belongs to this rollout of this environment, in tasks and threads of asyncio as well."""
+    """Code that starts within belongs to this rollout, in tasks and threads of asyncio as well."""
     token = _PLAYING.set((environment, rollout))
     try:
         yield

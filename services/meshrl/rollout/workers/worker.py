@@ -1,7 +1,6 @@
 """One worker process: plays rollouts of the environments that its front has it host, when the front calls it.
 
-It plays by `local` and `runner`, and calls engines itself. The front calls it over `link` for each rollout, and
-passes its answers on unread. It has no limits of its own, and ends when the front ends.
+It calls engines itself, has no limits of its own, and ends when the front ends.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ CLOSE_S = 5.0
 STATUS_EVERY_S = 1.0
 """Seconds between its status messages, which show that its event loop runs."""
 UNLIMITED = 2**31
-"""Rollouts at once: the front sends those alone that may run."""
+"""The front sends only rollouts that may run."""
 
 
 def main(link: socket.socket, reports: socket.socket, settings: WorkerSettings) -> None:
@@ -93,8 +92,8 @@ def _end_with_fork_server() -> None:
 
 
 class FrontCalls:
-    """Answers the calls of the front once it has a runner. The code of each call carries the name by which it is
-    blamed, and its output sorted."""
+    """Answers the front once it has a runner. The code of each call carries the name by which it is blamed, and its
+    output sorted."""
 
     def __init__(self) -> None:
         self.link = Link(self._take)
