@@ -26,6 +26,7 @@ from meshrl.orchestrator.build import make_plan
 from meshrl.orchestrator.config import OrchestratorConfig, TrainEnvConfig, TrainEnvsConfig
 from meshrl.orchestrator.ledger.open_run import open_journal
 from meshrl.orchestrator.ledger.rules import OPEN_STATES
+from meshrl.orchestrator.ledger.writer import LedgerWriter
 from meshrl.orchestrator.peers.connect import Mesh
 from meshrl.orchestrator.work.batches import assemble
 from meshrl.orchestrator.work.recipes import build_recipes
@@ -46,11 +47,11 @@ MASK = np.array([False, True])
 GROUPS, SIZE = 2, 3
 
 
-class LateWriter:
+class LateWriter(LedgerWriter):
     """Commits a prefix of the changes whenever it is told to; a crash loses the rest."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        super().__init__(path)
         self.changes: list = []
 
     def start(self) -> None:
@@ -61,7 +62,7 @@ class LateWriter:
 
     def commit(self, count: int) -> None:
         now, self.changes = self.changes[:count], self.changes[count:]
-        with closing(sqlite3.connect(self.path)) as connection, connection:
+        with closing(sqlite3.connect(self._path)) as connection, connection:
             for change in now:
                 change(connection)
 

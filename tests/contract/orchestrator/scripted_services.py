@@ -13,7 +13,7 @@ from meshrl.core.paths import Layout
 from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.orchestrator.ledger.journal import Journal
 from meshrl.orchestrator.ledger.open_run import open_journal
-from meshrl.orchestrator.ledger.writer import Writer
+from meshrl.orchestrator.ledger.writer import LedgerWriter
 from meshrl.orchestrator.work.recipes import build_recipes
 from meshrl.trainer.runs.steps import StepBook
 from meshrl.trainer.service import check_batch
@@ -320,7 +320,7 @@ class WeightsServicer(weights_pb2_grpc.WeightSyncServicer):
 
 
 def make_journal(
-    config: OrchestratorConfig, trainer: TrainerInfo, run: RunInfo, writer: Writer | None = None
+    config: OrchestratorConfig, trainer: TrainerInfo, run: RunInfo, writer: LedgerWriter | None = None
 ) -> Journal:
     """The journal of the trainer's run, opened as the program opens it. Blocks."""
     return open_journal(

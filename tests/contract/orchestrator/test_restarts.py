@@ -15,7 +15,7 @@ from ledger_audit import audit
 from meshrl.core.telemetry.monitor import JsonlSink, Monitor
 from meshrl.core.telemetry.waits import Waits
 from meshrl.orchestrator.build import build_loop, make_plan
-from meshrl.orchestrator.ledger.writer import ThreadedWriter
+from meshrl.orchestrator.ledger.writer import LedgerWriter
 from meshrl.orchestrator.peers.connect import connect, wait_for_services
 from meshrl.orchestrator.run import Run
 from meshrl.orchestrator.work.recipes import build_recipes
@@ -24,7 +24,7 @@ from polling import until
 from scripted_services import make_journal
 
 
-class LosesTheRest(ThreadedWriter):
+class LosesTheRest(LedgerWriter):
     """What is not committed when its process is killed is lost."""
 
     killed = False

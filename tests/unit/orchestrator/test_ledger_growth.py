@@ -8,15 +8,16 @@ from pathlib import Path
 from meshrl.orchestrator.ledger.rows import RunRow
 from meshrl.orchestrator.ledger.rules import Ledger
 from meshrl.orchestrator.ledger.store import LedgerStore
+from meshrl.orchestrator.ledger.writer import LedgerWriter
 
 RUN = RunRow(run=0, run_id="main", session="", epoch=1, first_step=1, metrics_offset=0)
 
 
-class CountingWriter:
+class CountingWriter(LedgerWriter):
     """Commits each change at once, and counts the instructions that SQLite's virtual machine took for it."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        super().__init__(path)
         self.instructions = 0
 
     def start(self) -> None:

@@ -20,7 +20,7 @@ from meshrl.orchestrator.ledger.resume import ResumePlan, goes_on, plan_resume, 
 from meshrl.orchestrator.ledger.rows import Past, RunRow
 from meshrl.orchestrator.ledger.rules import Ledger
 from meshrl.orchestrator.ledger.store import LedgerStore
-from meshrl.orchestrator.ledger.writer import Writer
+from meshrl.orchestrator.ledger.writer import LedgerWriter
 from meshrl.sampling.retry import RunError
 from meshrl.wire.growing_file import json_records, lines_from_the_end, whole_size
 from meshrl.wire.types import Rollout, RunInfo, TrainerInfo
@@ -36,7 +36,7 @@ def open_journal(
     checkpoints: bool,
     saves_last: bool = False,
     last_step: int | None = None,
-    writer: Writer | None = None,
+    writer: LedgerWriter | None = None,
 ) -> Journal:
     """Opens the ledger in a run's folder for this run of the trainer. Blocks. Raises RunError when it cannot be used.
     `session` is that of the configuration, `least_rollouts` the fewest rollouts of a group, by training environment;

@@ -144,16 +144,13 @@ class Ledger:
 
     def close_group(
         self, group_id: str, *, cancelled: int = 0, cancelled_for: str = "rollout_service", reason: str = ""
-    ) -> int:
-        """A group is over: of its missing rollouts `cancelled` were cancelled and the others failed for `reason`.
-        Returns the number missing."""
-        missing = self._unassigned.pop(group_id)
-        for place, key in enumerate(missing):
+    ) -> None:
+        """A group is over: of its missing rollouts `cancelled` were cancelled and the others failed for `reason`."""
+        for place, key in enumerate(self._unassigned.pop(group_id)):
             if place < cancelled:
                 self._move(key, RolloutState.CANCELLED, reason=cancelled_for)
             else:
                 self._move(key, RolloutState.FAILED, reason=reason or "LOST")
-        return len(missing)
 
     def batch(self, rollout_ids: Iterable[str], step: int) -> None:
         keys = self._batched.setdefault(step, [])
@@ -162,38 +159,30 @@ class Ledger:
             self._move(key, RolloutState.BATCHED, step=step)
             keys.append(key)
 
-    def train(self, step: int) -> int:
-        keys = self._batched.pop(step, [])
-        for key in keys:
+    def train(self, step: int) -> None:
+        for key in self._batched.pop(step, []):
             self._move(key, RolloutState.TRAINED)
-        return len(keys)
 
-    def undo(self, step: int) -> int:
-        """The trainer forgot a step: its rollouts are batched for it again. Returns how many."""
-        forgotten = self._reopen(step)
-        for key in forgotten:
+    def undo(self, step: int) -> None:
+        """The trainer forgot a step: its rollouts are batched for it again."""
+        for key in self._reopen(step):
             self._move(key, RolloutState.BATCHED)
             self._batched.setdefault(step, []).append(key)
-        return len(forgotten)
 
-    def release(self, step: int) -> int:
-        """A step will not be trained with this batch: its rollouts are finished, for another step. Returns how many."""
-        keys = [*self._batched.pop(step, []), *self._reopen(step)]
-        for key in keys:
+    def release(self, step: int) -> None:
+        """A step will not be trained with this batch: its rollouts are finished, for another step."""
+        for key in [*self._batched.pop(step, []), *self._reopen(step)]:
             self._move(key, RolloutState.FINISHED)
-        return len(keys)
 
     def make_final(self, step: int) -> None:
         """Steps up to this one are durable: their rollouts are final."""
         for done in [known for known in self._trained if known <= step]:
             del self._trained[done]
 
-    def interrupt(self, group_id: str, reason: str) -> int:
-        """An earlier process dispatched this group: its missing rollouts will never come. Returns how many."""
-        missing = self._unassigned.pop(group_id, [])
-        for key in missing:
+    def interrupt(self, group_id: str, reason: str) -> None:
+        """An earlier process dispatched this group: its missing rollouts will never come."""
+        for key in self._unassigned.pop(group_id, []):
             self._move(key, RolloutState.CANCELLED, reason=reason)
-        return len(missing)
 
     def restore(self, entries: Iterable[LedgerEntry], ended: Mapping[tuple[RolloutState, str], int]) -> None:
         """Goes on where an earlier process stopped, before any other event. `entries` are the open ones and those of

@@ -9,7 +9,6 @@ import sqlite3
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 
 from google.protobuf.message import DecodeError
@@ -28,7 +27,7 @@ from meshrl.orchestrator.ledger.rows import (
 from meshrl.orchestrator.ledger.rows import read_groups as rows_of_groups
 from meshrl.orchestrator.ledger.rows import read_past as rows_of_past
 from meshrl.orchestrator.ledger.rules import LedgerEntry, RolloutState
-from meshrl.orchestrator.ledger.writer import ThreadedWriter, Writer, ledger_file, unusable
+from meshrl.orchestrator.ledger.writer import LedgerWriter, ledger_file, unusable
 from meshrl.orchestrator.work.screening import DropReason
 from meshrl.sampling.groups import GroupTicket, RolloutGroup
 from meshrl.v1 import rollout_pb2, trainer_pb2
@@ -53,10 +52,9 @@ class LedgerStore:
     """A ledger file. Changes never block; `flush` and `close` return once they are on disk. Reading blocks: call it
     beside an event loop. Everything raises LedgerFileError when the file cannot be used."""
 
-    def __init__(self, path: Path, writer: Writer | None = None) -> None:
-        """`writer` commits the changes; None is a thread of its own."""
+    def __init__(self, path: Path, writer: LedgerWriter | None = None) -> None:
         self._path = path
-        self._writer = ThreadedWriter(path) if writer is None else writer
+        self._writer = LedgerWriter(path) if writer is None else writer
         self._put = self._writer.put
         self._run = 0
         self._forgotten = 0  # no payload of a step up to this one is left
@@ -75,8 +73,8 @@ class LedgerStore:
             connection.executescript(f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA user_version = {LAYOUT}; COMMIT;")
             return last_run(connection)
 
-    def begin(self, run: RunRow) -> RunRow:
-        """Starts a run: open rollouts of earlier ones end with a reason. Returns its row."""
+    def begin(self, run: RunRow) -> None:
+        """Starts a run: open rollouts of earlier ones end with a reason."""
         superseded = DropReason.SUPERSEDED.value
         with ledger_file(self._path) as connection:
             connection.execute(
@@ -96,7 +94,6 @@ class LedgerStore:
             )
             self._run = int(cursor.lastrowid or 0)
         self._writer.start()
-        return replace(run, run=self._run)
 
     def resume(self, run: RunRow, *, trainer_step: int) -> Past:
         """Goes on with the last run; returns its state. `run` has the new session and epoch."""

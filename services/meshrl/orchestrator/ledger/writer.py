@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Protocol
 
 from meshrl.core.sqlite_files import prepare
 from meshrl.orchestrator.ledger.rows import LAYOUT
@@ -71,20 +70,9 @@ def ledger_file(path: Path) -> Iterator[sqlite3.Connection]:
         raise unusable(path, error) from error
 
 
-class Writer(Protocol):
-    """Applies changes in the order of `put`, whole transactions at a time."""
-
-    def start(self) -> None: ...
-
-    def put(self, change: Change) -> None: ...
-
-    def flush(self) -> Future[None]: ...
-
-    def close(self, deadline_s: float) -> None: ...
-
-
-class ThreadedWriter:
-    """`put` never blocks. An error surfaces at the next call, and nothing after it is written."""
+class LedgerWriter:
+    """Applies changes in the order of `put`, which never blocks, whole transactions at a time. An error surfaces at the
+    next call, and nothing after it is written."""
 
     def __init__(self, path: Path, *, flush_interval_s: float = 0.2) -> None:
         self._path = path
