@@ -42,10 +42,15 @@ class Run:
         self.plan = WorkPlan(
             law=self.law,
             limits=PlanLimits(
-                batch_size=groups * max(sizes), group_sizes=dict(zip("ef", sizes, strict=True)), last_step=last_step
+                batch_size=groups * max(sizes),
+                group_sizes=dict(zip("ef", sizes, strict=True)),
+                least_rollouts={"e": 2, "f": 2},
+                last_step=last_step,
             ),
             schedule=TaskSchedule([TrainSource(environment=name, ratio=1, num_tasks=3) for name in "ef"], seed=0),
-            screen=lambda _, rollouts: screen_finished(rollouts, drop_empty=True, drop_zero_signal=True, tolerance=0.0),
+            screen=lambda _, rollouts: screen_finished(
+                rollouts, drop_empty=True, drop_zero_signal=True, tolerance=0.0, least=2
+            ),
             next_step=1,
             active_version=0,
             seed=0,
@@ -61,7 +66,7 @@ class Run:
         if ticket is None:
             return
         self.groups += 1
-        assert self.law.admits(step=ticket.for_step, active_version=self.plan.active_version)
+        assert self.plan.active_version >= self.law.required_version(ticket.for_step)
         assert ticket.for_step - 1 - self.law.max_async_level <= ticket.min_version <= self.plan.active_version
         assert ticket.for_step <= self.plan.active_version + 1 + self.law.max_async_level
         self.in_flight.append(ticket)

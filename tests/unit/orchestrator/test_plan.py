@@ -23,11 +23,15 @@ def make_plan() -> Callable[..., WorkPlan]:
         return WorkPlan(
             law=StalenessLaw(max_async_level=level, max_off_policy_steps=off_policy),
             limits=PlanLimits(
-                batch_size=2 * groups, group_sizes=sizes, max_inflight_rollouts=2 * cap, last_step=last_step
+                batch_size=2 * groups,
+                group_sizes=sizes,
+                least_rollouts=dict.fromkeys(sizes, 2),
+                max_inflight_rollouts=2 * cap,
+                last_step=last_step,
             ),
             schedule=TaskSchedule([TrainSource(environment=name, ratio=1, num_tasks=None) for name in sizes], seed=0),
             screen=lambda _, rollouts: screen_finished(
-                rollouts, drop_empty=True, drop_zero_signal=True, tolerance=1e-8
+                rollouts, drop_empty=True, drop_zero_signal=True, tolerance=1e-8, least=2
             ),
             next_step=1,
             active_version=0,

@@ -9,7 +9,7 @@ def reasons(screened):
 
 
 def screen(rollouts, *, zero_signal=True, empty=True):
-    return screen_finished(rollouts, drop_empty=empty, drop_zero_signal=zero_signal, tolerance=1e-8)
+    return screen_finished(rollouts, drop_empty=empty, drop_zero_signal=zero_signal, tolerance=1e-8, least=2)
 
 
 def test_a_group_survives_losses_with_two_rollouts(make_rollout) -> None:
@@ -50,7 +50,7 @@ def test_a_reward_that_is_not_finite_is_dropped(make_rollout, reward: float) -> 
 def test_stale_rollouts_leave_and_a_group_with_one_fresh_rollout_goes_with_them(make_rollout) -> None:
     law = StalenessLaw(max_async_level=1, max_off_policy_steps=2)
     rollouts = [make_rollout("old", version=0), make_rollout("new", version=3)]
-    assert len(screen_stale(rollouts, step=3, law=law).kept) == 2
-    screened = screen_stale(rollouts, step=4, law=law)
+    assert len(screen_stale(rollouts, step=3, law=law, least=2).kept) == 2
+    screened = screen_stale(rollouts, step=4, law=law, least=2)
     assert screened.kept == ()
     assert reasons(screened) == {"old": DropReason.STALE, "new": DropReason.GROUP_LOST}

@@ -45,17 +45,9 @@ def test_epochs_count_passes_over_finite_environments() -> None:
     assert schedule.epochs() == {"echo": 1.5}
 
 
-@pytest.mark.parametrize(
-    ("sources", "message"),
-    [
-        ([], "must name at least one environment"),
-        ([source("a", ratio=0)], "ratio of environment 'a' must be positive, got 0"),
-        ([source("a", tasks=0)], "environment 'a' has no tasks"),
-    ],
-)
-def test_a_schedule_without_work_is_refused(sources: list[TrainSource], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        TaskSchedule(sources, seed=0)
+def test_an_empty_taskset_is_refused() -> None:
+    with pytest.raises(ValueError, match="environment 'a' has no tasks"):
+        TaskSchedule([source("a", tasks=0)], seed=0)
 
 
 def drawn_with_half_of_b_lost(schedule: TaskSchedule, draws: int) -> Counter[str]:

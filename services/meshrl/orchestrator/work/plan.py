@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from meshrl.orchestrator.work.screening import MIN_SURVIVORS, DropReason, Screened, with_survivors
+from meshrl.orchestrator.work.screening import DropReason, Screened, with_survivors
 from meshrl.sampling.groups import GroupTicket, RolloutGroup, TaskRef, rollout_seed
 from meshrl.wire.types import Rollout
 
@@ -43,23 +43,12 @@ class StalenessLaw:
     max_async_level: int
     max_off_policy_steps: int
 
-    def __post_init__(self) -> None:
-        if self.max_async_level < 0 or self.max_off_policy_steps < 0:
-            raise ValueError(
-                "max_async_level and max_off_policy_steps must not be negative,"
-                f" got {self.max_async_level} and {self.max_off_policy_steps}"
-            )
-
     @property
     def synchronous(self) -> bool:
         return self.max_async_level == 0
 
     def required_version(self, step: int) -> int:
         return max(0, step - 1 - self.max_async_level)
-
-    def admits(self, *, step: int, active_version: int) -> bool:
-        """True when work for `step` may start."""
-        return active_version >= self.required_version(step)
 
     def newest_admissible_step(self, active_version: int) -> int:
         return active_version + 1 + self.max_async_level
@@ -111,15 +100,11 @@ class TaskSchedule:
     """An endless, deterministic sequence of tasks. The environment that lags its share most comes next, so after any
     number of draws each count is within one draw per other environment of its ratio. With `follow_mixture` a draw that
     was given back does not count, so that the groups that are trained have the ratios; an environment is then drawn at
-    most MOST_DRAWS times as often as its ratio asks for, counted since the process began. Raises ValueError without an
-    environment, for a ratio that is not positive and for an empty taskset."""
+    most MOST_DRAWS times as often as its ratio asks for, counted since the process began. Raises ValueError for an
+    empty taskset."""
 
     def __init__(self, sources: Sequence[TrainSource], *, seed: int, follow_mixture: bool = False) -> None:
-        if not sources:
-            raise ValueError("orchestrator.train.env must name at least one environment, got none")
         for source in sources:
-            if source.ratio <= 0:
-                raise ValueError(f"ratio of environment {source.environment!r} must be positive, got {source.ratio}")
             if source.num_tasks == 0:
                 raise ValueError(f"environment {source.environment!r} has no tasks; check the arguments of its taskset")
         total = sum(source.ratio for source in sources)
@@ -163,10 +148,10 @@ class PlanLimits:
     batch_size: int
     group_sizes: Mapping[str, int]
     """Rollouts a task, by environment."""
+    least_rollouts: Mapping[str, int]
+    """Fewest rollouts of a group that loses some, by environment."""
     max_inflight_rollouts: int | None = None
     last_step: int | None = None
-    least_rollouts: Mapping[str, int] = field(default_factory=dict)
-    """Fewest rollouts of a group that loses some, by environment; MIN_SURVIVORS by default."""
 
     @property
     def largest_group(self) -> int:
@@ -200,7 +185,8 @@ class WorkPlan:
         self._in_flight: dict[str, GroupTicket] = {}
         self._ready: dict[str, RolloutGroup] = {}
         self._again: deque[GroupTicket] = deque()
-        self._slots = 0  # held by what is in flight or ready
+        self.slots = 0
+        """Held by groups in flight or ready."""
         self._slots_in_flight = 0
 
     @property
@@ -210,11 +196,6 @@ class WorkPlan:
     @property
     def ready(self) -> int:
         return len(self._ready)
-
-    @property
-    def slots(self) -> int:
-        """Slots that are held by groups in flight or ready."""
-        return self._slots
 
     @property
     def exhausted(self) -> bool:
@@ -228,19 +209,19 @@ class WorkPlan:
         most = self.limits.max_inflight_rollouts
         if most is not None and most - self._slots_in_flight < self.limits.largest_group:
             return 0
-        return max(0, self.limits.batch_size * (newest - self.next_step + 1) - self._slots)
+        return max(0, self.limits.batch_size * (newest - self.next_step + 1) - self.slots)
 
     def _size(self, ticket: GroupTicket) -> int:
         return self.limits.group_sizes[ticket.task.environment]
 
     def _begin(self, ticket: GroupTicket) -> None:
         self._in_flight[ticket.group_id] = ticket
-        self._slots += self._size(ticket)
+        self.slots += self._size(ticket)
         self._slots_in_flight += self._size(ticket)
 
     def _lost(self, ticket: GroupTicket) -> None:
         """The group comes to nothing: its slots are free, and its draw if the mixture is followed."""
-        self._slots -= self._size(ticket)
+        self.slots -= self._size(ticket)
         self.schedule.give_back(ticket.task.environment)
 
     def dispatch(self, group_id: str) -> GroupTicket | None:
@@ -262,7 +243,7 @@ class WorkPlan:
                 seed=None if self._seed is None else rollout_seed(self._seed, sequence * self.limits.largest_group),
                 sequence=sequence,
             )
-        for_step = self.next_step + self._slots // self.limits.batch_size
+        for_step = self.next_step + self.slots // self.limits.batch_size
         ticket = replace(
             ticket,
             group_id=group_id,
@@ -297,7 +278,7 @@ class WorkPlan:
         """Takes back groups of the batches of `step` and after, as far as they are `kept`: `step` is next again.
         Returns the rest of each."""
         self.next_step = step
-        self._slots += sum(self._size(group.ticket) for group in groups)
+        self.slots += sum(self._size(group.ticket) for group in groups)
         return [self._judge(group, group.kept) for group in groups]
 
     def _judge(self, group: RolloutGroup, rollouts: Sequence[Rollout]) -> Screened:
@@ -331,7 +312,7 @@ class WorkPlan:
         """Drops rollouts that the next step may not train on; returns them with the reasons."""
         dropped: list[tuple[Rollout, DropReason]] = []
         for group_id, group in list(self._ready.items()):
-            least = self.limits.least_rollouts.get(group.ticket.task.environment, MIN_SURVIVORS)
+            least = self.limits.least_rollouts[group.ticket.task.environment]
             screened = screen_stale(group.kept, step=self.next_step, law=self.law, least=least)
             if not screened.dropped:
                 continue
@@ -360,11 +341,11 @@ class WorkPlan:
         self.next_step += 1
         for group in chosen:
             del self._ready[group.ticket.group_id]
-            self._slots -= self._size(group.ticket)
+            self.slots -= self._size(group.ticket)
         return chosen
 
 
-def screen_stale(rollouts: Sequence[Rollout], *, step: int, law: StalenessLaw, least: int = MIN_SURVIVORS) -> Screened:
+def screen_stale(rollouts: Sequence[Rollout], *, step: int, law: StalenessLaw, least: int) -> Screened:
     """Drops rollouts that `step` may not train on any more."""
     kept: list[Rollout] = []
     stale: list[tuple[Rollout, DropReason]] = []

@@ -15,9 +15,6 @@ from meshrl.algorithms.recipes.base import by_agent
 from meshrl.sampling.groups import RolloutGroup
 from meshrl.wire.types import Rollout
 
-MIN_SURVIVORS = 2
-"""Most algorithms need two rollouts of a group to compare; with fewer it has no baseline and is dropped."""
-
 
 class DropReason(enum.Enum):
     """Why a finished rollout was not trained on; the words of the ledger and of the `dropped/...` metrics."""
@@ -62,9 +59,7 @@ class Screened:
         return any(reason is DropReason.ZERO_SIGNAL for _, reason in self.dropped)
 
 
-def with_survivors(
-    kept: Sequence[Rollout], dropped: Sequence[tuple[Rollout, DropReason]], *, least: int = MIN_SURVIVORS
-) -> Screened:
+def with_survivors(kept: Sequence[Rollout], dropped: Sequence[tuple[Rollout, DropReason]], *, least: int) -> Screened:
     """Drops the survivors too when they are fewer than `least`, which their algorithm needs."""
     if len(kept) >= least:
         return Screened(kept=tuple(kept), dropped=tuple(dropped))
@@ -73,12 +68,7 @@ def with_survivors(
 
 
 def screen_finished(
-    rollouts: Sequence[Rollout],
-    *,
-    drop_empty: bool,
-    drop_zero_signal: bool,
-    tolerance: float,
-    least: int = MIN_SURVIVORS,
+    rollouts: Sequence[Rollout], *, drop_empty: bool, drop_zero_signal: bool, tolerance: float, least: int
 ) -> Screened:
     """Judges a whole group: first drops unusable rollouts, of which `least` must be left, then groups without
     signal."""
