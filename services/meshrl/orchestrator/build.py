@@ -8,11 +8,11 @@ from meshrl.core.clock import Clock
 from meshrl.core.paths import Layout
 from meshrl.core.telemetry.monitor import Monitor
 from meshrl.orchestrator.config import OrchestratorConfig
-from meshrl.orchestrator.dispatch import Dispatcher, DispatchSettings, LossLimit
+from meshrl.orchestrator.dispatch import Dispatcher, LossLimit
 from meshrl.orchestrator.evals import Evaluator
 from meshrl.orchestrator.finish import StepFinisher
 from meshrl.orchestrator.ledger.journal import Journal
-from meshrl.orchestrator.loop import LoopSettings, RunLoop
+from meshrl.orchestrator.loop import RunLoop
 from meshrl.orchestrator.peers.batch_uploader import BatchUploader
 from meshrl.orchestrator.peers.connect import Mesh, Services
 from meshrl.orchestrator.peers.version_relay import VersionRelay
@@ -102,14 +102,9 @@ def build_loop(
     dispatcher = Dispatcher(
         run,
         sampler,
-        DispatchSettings(
-            sampling={env.resolved_name: env.sampling.to_wire().over(config.sampling.to_wire()) for env in envs},
-            taught=config.taught_environments,
-            max_zero_signal_groups=config.filters.max_zero_signal_groups,
-            longest_first=config.sampling_seed is None,
-            vocab_size=mesh.trainer.vocab_size or None,
-            routed=mesh.trainer.router_replay,
-        ),
+        sampling={env.resolved_name: env.sampling.to_wire().over(config.sampling.to_wire()) for env in envs},
+        teacher=RolloutSampler(services.teachers, group_s=deadlines.group_s, retry_s=deadlines.retry_s, clock=clock),
+        taught=config.taught_environments,
         scorer=scorer,
         lost=LossLimit(
             recipes.least_rollouts,
@@ -118,7 +113,10 @@ def build_loop(
             services=config.services.rollout,
             clock=clock,
         ),
-        teacher=RolloutSampler(services.teachers, group_s=deadlines.group_s, retry_s=deadlines.retry_s, clock=clock),
+        max_zero_signal_groups=config.filters.max_zero_signal_groups,
+        longest_first=config.sampling_seed is None,
+        vocab_size=mesh.trainer.vocab_size or None,
+        routed=mesh.trainer.router_replay,
     )
     uploader = BatchUploader(services.trainer, run, deadlines=deadlines, clock=clock)
     relay = VersionRelay(
@@ -160,12 +158,6 @@ def build_loop(
     )
     return RunLoop(
         run,
-        LoopSettings(
-            batch_s=deadlines.batch_s,
-            seq_len=config.seq_len,
-            env_seq_len={env.resolved_name: env.seq_len or config.seq_len for env in envs},
-            sleep_engines=config.sleep_engines,
-        ),
         mesh.trainer,
         recipes=recipes,
         scorer=scorer,
@@ -174,4 +166,8 @@ def build_loop(
         relay=relay,
         finisher=finisher,
         evaluator=evaluator,
+        batch_s=deadlines.batch_s,
+        seq_len=config.seq_len,
+        env_seq_len={env.resolved_name: env.seq_len or config.seq_len for env in envs},
+        sleep_engines=config.sleep_engines,
     )

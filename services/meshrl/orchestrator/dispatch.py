@@ -13,7 +13,7 @@ import math
 import uuid
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from loguru import logger
 from opentelemetry import trace
@@ -43,24 +43,6 @@ REMEMBERED_GROUPS = 32
 """Each group moves the mean of its environment by one part in so many."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class DispatchSettings:
-    """How the groups of a run are sampled."""
-
-    sampling: Mapping[str, Sampling]
-    """By environment; the rollout service fills in what is unset."""
-    taught: Collection[str]
-    """Environments that a teacher plays."""
-    max_zero_signal_groups: int
-    """So many groups in a row with equal rewards end the run."""
-    longest_first: bool
-    """Off for a run that is to be repeated: known lengths depend on what came back in time."""
-    vocab_size: int | None
-    """The trainer's; None where not known."""
-    routed: RoutedShape | None = None
-    """The shape of the routes of experts that the trainer replays; None if it replays none."""
-
-
 class Dispatcher:
     """Samples the groups of one run."""
 
@@ -68,22 +50,34 @@ class Dispatcher:
         self,
         run: Run,
         sampler: RolloutSampler,
-        settings: DispatchSettings,
         *,
+        sampling: Mapping[str, Sampling],
+        teacher: RolloutSampler,
+        taught: Collection[str],
         scorer: RolloutScorer,
         lost: LossLimit,
-        teacher: RolloutSampler,
+        max_zero_signal_groups: int,
+        longest_first: bool,
+        vocab_size: int | None,
+        routed: RoutedShape | None,
     ) -> None:
-        """`teacher` samples environments that a teacher plays."""
+        """`sampling` is by environment; `teacher` samples the environments `taught`. So many groups of equal rewards in
+        a row end the run. `longest_first` is off for a run that is to be repeated: known lengths depend on what came
+        back in time. The trainer has `vocab_size` (None: unknown) and replays routes of experts of the shape `routed`
+        (None: it replays none)."""
         self._run = run
         self._sampler = sampler
+        self._sampling = sampling
         self._teacher = teacher
-        self._settings = settings
+        self._taught = taught
+        self._max_zero_signal_groups = max_zero_signal_groups
+        self._vocab_size = vocab_size
+        self._routed = routed
         self._cancelled: set[str] = set()
         """Groups in flight that were cancelled because they would come back too old."""
         self._scorer = scorer
         self._lost = lost
-        self._lengths = LengthEstimates() if settings.longest_first else None
+        self._lengths = LengthEstimates() if longest_first else None
         self._tasks: asyncio.TaskGroup
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
@@ -125,11 +119,11 @@ class Dispatcher:
             run.slots.note()
 
         with trace.use_span(run.traces.span(ticket.for_step)):
-            taught = ticket.task.environment in self._settings.taught
+            taught = ticket.task.environment in self._taught
             sampler = self._teacher if taught else self._sampler
             group = await sampler.sample(
                 replace(ticket, min_version=0) if taught else ticket,  # a teacher has no versions
-                sampling=self._settings.sampling[ticket.task.environment],
+                sampling=self._sampling[ticket.task.environment],
                 traceparent=run.traces.traceparent(ticket.for_step),
                 problems_of=self._problems_of,
                 on_event=on_event,
@@ -146,7 +140,7 @@ class Dispatcher:
         screened = run.plan.finish(group)
         self._cancelled.discard(ticket.group_id)
         run.count(group, screened)
-        if run.plan.zero_signal_in_a_row >= self._settings.max_zero_signal_groups:
+        if run.plan.zero_signal_in_a_row >= self._max_zero_signal_groups:
             raise RunError(
                 f"{run.plan.zero_signal_in_a_row} groups in a row had equal rewards, last in"
                 f" {ticket.task.environment!r}: there is nothing to learn; make the task easier or harder, raise"
@@ -158,15 +152,15 @@ class Dispatcher:
     def _problems_of(self, rollout: Rollout) -> Problems:
         if self._run.journal.is_open(rollout.rollout_id):
             return [("rollout_id", f"must be a UUID of its own, got that of another, {rollout.rollout_id!r}")]
-        if rollout.oldest_version is None and rollout.environment not in self._settings.taught:
+        if rollout.oldest_version is None and rollout.environment not in self._taught:
             unsaid = [place for place, sample in enumerate(rollout.samples) if sample.loss_mask.any()]
             if unsaid:
                 return [(f"samples[{unsaid[0]}].version_spans", "must say which version of the policy sampled what")]
         return rollout_problems(
             rollout,
-            vocab_size=self._settings.vocab_size,
+            vocab_size=self._vocab_size,
             newest_version=self._run.steps.recorded,
-            routed=self._settings.routed,
+            routed=self._routed,
         )
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from loguru import logger
 
@@ -40,26 +40,13 @@ BATCHES_AT_TRAINER = 2
 """One that trains and one that waits: the trainer starts the next step at once, and no batch ages longer."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoopSettings:
-    """What the loop keeps to besides the plan."""
-
-    batch_s: float
-    """How long a step waits for its groups."""
-    seq_len: int
-    """Tokens of a row."""
-    env_seq_len: Mapping[str, int]
-    """Most tokens of a sample, by environment."""
-    sleep_engines: bool = False
-
-
 class RunLoop:
-    """Brings one run from the trainer's current step to the last one."""
+    """Brings one run from the trainer's current step to the last one. A step waits for its groups for `batch_s`; rows
+    have `seq_len` tokens, and samples at most `env_seq_len`, by environment."""
 
     def __init__(
         self,
         run: Run,
-        settings: LoopSettings,
         trainer: TrainerInfo,
         *,
         recipes: Recipes,
@@ -69,6 +56,10 @@ class RunLoop:
         relay: VersionRelay,
         finisher: StepFinisher,
         evaluator: Evaluator,
+        batch_s: float,
+        seq_len: int,
+        env_seq_len: Mapping[str, int],
+        sleep_engines: bool,
     ) -> None:
         self.run = run
         self.relay = relay
@@ -76,10 +67,13 @@ class RunLoop:
         self._recipes = recipes
         self._scorer = scorer
         self._evaluator = evaluator
-        self._settings = settings
         self._trainer = trainer
         self._dispatcher = dispatcher
         self._uploader = uploader
+        self._batch_s = batch_s
+        self._seq_len = seq_len
+        self._env_seq_len = env_seq_len
+        self._sleep_engines = sleep_engines
 
     async def train(self) -> None:
         """Runs until the last step's version is active. Raises RunError when the run cannot go on."""
@@ -119,7 +113,7 @@ class RunLoop:
                     groups = await self._gather()
                 if groups is None:
                     continue
-                if self._settings.sleep_engines and not (run.plan.in_flight or self._evaluator.busy):
+                if self._sleep_engines and not (run.plan.in_flight or self._evaluator.busy):
                     with run.counted("time/sleep_engines"):
                         await self.relay.sleep_engines()  # the trainer gets their memory
                 await self._submit(step, groups)
@@ -134,7 +128,7 @@ class RunLoop:
     async def _gather(self) -> list[RolloutGroup] | None:
         """The groups of the next step; None when an earlier batch was refused. Raises RunError when none come."""
         run = self.run
-        most_s = run.tally.seconds["time/wait_for_rollouts"] + self._settings.batch_s  # beyond dissolved batches
+        most_s = run.tally.seconds["time/wait_for_rollouts"] + self._batch_s  # beyond dissolved batches
         while self._uploader.refused is None:
             run.drop(run.plan.drop_stale())
             if (groups := run.plan.take()) is not None:
@@ -165,7 +159,7 @@ class RunLoop:
         except TimeoutError:
             raise RunError(
                 f"rollout service at {' and '.join(run.services.rollout)} did not finish enough groups for"
-                f" step {plan.next_step} within {self._settings.batch_s:g} s;"
+                f" step {plan.next_step} within {self._batch_s:g} s;"
                 " raise orchestrator.deadlines.batch_s if they need longer"
             ) from None
 
@@ -198,8 +192,8 @@ class RunLoop:
                 run_id=run.info.run_id,
                 step=step,
                 streams=streams,
-                environments=self._settings.env_seq_len,
-                seq_len=self._settings.seq_len,
+                environments=self._env_seq_len,
+                seq_len=self._seq_len,
                 dp_size=self._trainer.dp_size,
                 min_shared_prefix=self._trainer.min_shared_prefix,
                 traceparent=run.traces.traceparent(step),
