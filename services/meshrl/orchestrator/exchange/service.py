@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 
 import grpc
@@ -56,7 +55,7 @@ class RolloutExchange(pb_grpc.RolloutExchangeServicer):
         """A worker dials in; `owner` is the identity in its credentials. Raises MeshError if it may not."""
         worker = self.workers.get(hello.worker)
         if worker is None:
-            worker = DialedInWorker(hello.worker, self._config, time.monotonic)
+            worker = DialedInWorker(hello.worker, self._config)
             self.workers[hello.worker] = worker
         elif worker.owner != owner and (worker.attached or worker.silent_s < self._config.lease_s):
             raise MeshError(
@@ -73,7 +72,6 @@ class RolloutExchange(pb_grpc.RolloutExchangeServicer):
             f" {len(hello.calls)} groups"
         )
         self._pool.join(worker, patience_s=self._config.wait_s, is_new_process=is_new_process)
-        worker.left_out = lambda: self._pool.why_left_out(worker.address)
         return worker, stream
 
     async def Attach(  # noqa: N802  # the name of the RPC
@@ -94,9 +92,10 @@ class RolloutExchange(pb_grpc.RolloutExchangeServicer):
     async def ListWorkers(  # noqa: N802  # the name of the RPC
         self, request: pb.ListWorkersRequest, context: grpc.aio.ServicerContext
     ) -> pb.ListWorkersResponse:
-        workers = self.workers
-        page, token = page_of(request, sorted(workers), str)
-        return pb.ListWorkersResponse(workers=[workers[name].to_proto() for name in page], next_page_token=token)
+        page, token = page_of(request, sorted(self.workers), str)
+        workers = [self.workers[name] for name in page]
+        listed = [worker.to_proto(self._pool.why_left_out(worker.address)) for worker in workers]
+        return pb.ListWorkersResponse(workers=listed, next_page_token=token)
 
     async def _check_leases(self) -> None:
         while True:

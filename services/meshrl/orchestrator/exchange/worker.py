@@ -57,10 +57,6 @@ class WorkerStream:
 EventT = TypeVar("EventT")
 
 
-class SkippedEventError(Exception):
-    """An event's number does not follow the last one: the worker breaks the contract."""
-
-
 @dataclass(eq=False)
 class OpenCall(Generic[EventT]):
     """One group at a worker. `received` and `taken` are numbers of events."""
@@ -92,13 +88,14 @@ class CallBook(Generic[EventT]):
         return call
 
     def receive(self, call_id: str, seq: int, event: EventT) -> bool:
-        """Returns False for an event that was received before, or of a call that is over. Raises SkippedEventError for
-        one that is too early."""
+        """Returns False for an event that was received before, or of a call that is over. Raises INVALID_REQUEST for one
+        that does not follow the last."""
         call = self.calls.get(call_id)
         if call is None or seq <= call.received:
             return False
         if seq != call.received + 1:
-            raise SkippedEventError(f"event {seq} of call {call_id} came after event {call.received}")
+            what = f"event {seq} of call {call_id} came after event {call.received}"
+            raise MeshError(Reason.INVALID_REQUEST, f"{what}; an event follows the one before it")
         call.received = seq
         call.waiting.append(event)
         call.news.set()
@@ -126,20 +123,18 @@ class CallBook(Generic[EventT]):
 
 
 class DialedInWorker:
-    """A worker by its name. `now` gives seconds that never go back."""
+    """A worker by its name."""
 
-    def __init__(self, name: str, config: ExchangeConfig, now: Callable[[], float]) -> None:
+    def __init__(self, name: str, config: ExchangeConfig) -> None:
         self.name = name
         self.address = PREFIX + name
         self.owner = ""
         self.incarnation = ""
         self._contract_version = ""
         self.attachments = 0
-        self.left_out: Callable[[], str] = lambda: ""
         self._config = config
-        self._now = now
         self._stream: WorkerStream | None = None
-        self._heard_s = now()
+        self._heard_s = time.monotonic()
         self._room = 0
         self._environments: tuple[EnvironmentInfo, ...] = ()
         self._status: RolloutStatus | None = None
@@ -153,7 +148,7 @@ class DialedInWorker:
 
     @property
     def silent_s(self) -> float:
-        return self._now() - self._heard_s
+        return time.monotonic() - self._heard_s
 
     def attach(self, hello: pb.WorkerHello) -> WorkerStream:
         """A new stream of this worker, which takes the place of the one before; its first message is the lease."""
@@ -186,7 +181,7 @@ class DialedInWorker:
 
     def take_in(self, message: pb.AttachRequest, stream: WorkerStream) -> None:
         """Takes a message of the worker. Raises INVALID_REQUEST if it breaks the contract."""
-        self._heard_s = self._now()
+        self._heard_s = time.monotonic()
         match message.WhichOneof("message"):
             case "heartbeat":
                 self._note_status(message.heartbeat.status, message.heartbeat.room)
@@ -197,11 +192,7 @@ class DialedInWorker:
                 stream.send(pb.AttachResponse(credit=pb.EventCredit(events=1)))
             case "event":
                 event = message.event
-                try:
-                    is_new = self._book.receive(event.call_id, event.seq, event)
-                except SkippedEventError as error:
-                    raise MeshError(Reason.INVALID_REQUEST, f"{error}; an event follows the one before it") from error
-                if not is_new:
+                if not self._book.receive(event.call_id, event.seq, event):
                     stream.send(pb.AttachResponse(credit=pb.EventCredit(events=1)))
             case "hello":
                 raise MeshError(Reason.INVALID_REQUEST, "hello must be the first message of a stream, and no other")
@@ -222,7 +213,7 @@ class DialedInWorker:
             for call in list(self._book.calls.values()):
                 self._fail(call, MeshError(Reason.UNREACHABLE, f"{self.address} stayed away for its whole lease"))
 
-    def to_proto(self) -> pb.AttachedWorker:
+    def to_proto(self, left_out: str) -> pb.AttachedWorker:
         return pb.AttachedWorker(
             worker=self.name,
             attached=self.attached,
@@ -231,12 +222,12 @@ class DialedInWorker:
             environments=[info.name for info in self._environments],
             status=None if self._status is None else convert.to_proto(self._status),
             attachments=self.attachments,
-            left_out=self.left_out(),
+            left_out=left_out,
             last_seen_time=Timestamp(seconds=int(time.time() - self.silent_s)),
         )
 
     def _note_status(self, status: rollout_pb2.GetRolloutStatusResponse, room: int) -> None:
-        self._heard_s = self._now()
+        self._heard_s = time.monotonic()
         self._status, self._room = convert.from_proto(RolloutStatus, status), room
 
     # --- its calls --------------------------------------------------------------------------------
@@ -296,7 +287,7 @@ class DialedInWorker:
         summary: RolloutSummary | None = None
         reader = convert.RolloutReader(self._contract_version)
         try:
-            end_s = self._now() + request.deadline_s + MARGIN_S
+            end_s = time.monotonic() + request.deadline_s + MARGIN_S
             while True:
                 event = await self._next(call, end_s)
                 if isinstance(event, MeshError):
@@ -342,7 +333,7 @@ class DialedInWorker:
         while not call.waiting:
             call.news.clear()
             try:
-                async with asyncio.timeout(max(0.0, end_s - self._now())):
+                async with asyncio.timeout(max(0.0, end_s - time.monotonic())):
                     await call.news.wait()
             except TimeoutError:
                 raise MeshError(Reason.DEADLINE_PASSED, f"{self.address} did not end the group in time") from None
