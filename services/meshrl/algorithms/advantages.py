@@ -74,13 +74,8 @@ def soft_overlong_penalty(
     """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13), as a positive penalty.
 
     0 up to max_length - buffer_length tokens, then linear in the length up to `weight` at max_length, and `weight`
-    beyond. Raises ValueError unless 0 < buffer_length <= max_length.
+    beyond; 0 < buffer_length <= max_length.
     """
-    if not 0 < buffer_length <= max_length:
-        raise ValueError(
-            f"buffer_length must be positive and at most max_length, got {buffer_length} and {max_length}: the penalty "
-            "grows over the last buffer_length tokens of max_length"
-        )
     excess = np.asarray(lengths_G, dtype=np.float64) - (max_length - buffer_length)
     return weight * np.clip(excess / buffer_length, 0.0, 1.0)
 
@@ -90,14 +85,11 @@ def per_token_penalty(lengths_G: Sequence[int], *, coefficient: float) -> NDArra
     return coefficient * np.asarray(lengths_G, dtype=np.float64)
 
 
-def penalise_length(advantage: Advantage, *penalties: Penalty) -> Advantage:
-    """`advantage` of the rewards less the penalties; rollouts of equal reward then differ by their length."""
+def penalise_length(advantage: Advantage, penalty: Penalty) -> Advantage:
+    """`advantage` of the rewards less the penalty; rollouts of equal reward then differ by their length."""
 
     def penalised(rewards_G: Sequence[float], lengths_G: Sequence[int]) -> NDArray[np.float32]:
-        rewards = _checked(rewards_G, lengths_G)
-        for penalty in penalties:
-            rewards = rewards - penalty(lengths_G)
-        return advantage(rewards.tolist(), lengths_G)
+        return advantage((_checked(rewards_G, lengths_G) - penalty(lengths_G)).tolist(), lengths_G)
 
     return penalised
 

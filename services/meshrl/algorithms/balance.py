@@ -25,8 +25,8 @@ ATTENTION_COST = 1.0 / 16384.0
 """Of a pair of tokens, where a token's own cost is 1."""
 
 
-def sample_cost(tokens: int, attention: float = ATTENTION_COST) -> float:
-    return tokens + attention * tokens * tokens
+def sample_cost(tokens: int) -> float:
+    return tokens + ATTENTION_COST * tokens * tokens
 
 
 def divide(lengths: Sequence[int], costs: Sequence[float], *, seq_len: int, dp_size: int) -> Rows:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshrl.algorithms.balance import divide, sample_cost, waiting_cost
+from meshrl.algorithms.balance import divide, waiting_cost
 
 SEQ_LEN = 64
 ANY = st.lists(st.integers(2, SEQ_LEN), min_size=1, max_size=60)
@@ -38,7 +38,7 @@ def sorted_by_tokens(lengths: list[int], dp_size: int) -> list[list[int]]:
 @settings(max_examples=150, deadline=None)
 @given(LENGTHS, RANKS, ATTENTION)
 def test_every_sample_is_in_one_row_and_rows_keep_their_capacity(lengths, dp_size, attention) -> None:
-    costs = [sample_cost(length, attention) for length in lengths]
+    costs = [length + attention * length**2 for length in lengths]
     rows = divide(lengths, costs, seq_len=SEQ_LEN, dp_size=dp_size)
     assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
     assert all(row and sum(lengths[index] for index in row) <= SEQ_LEN for row in rows)
@@ -49,7 +49,7 @@ def test_every_sample_is_in_one_row_and_rows_keep_their_capacity(lengths, dp_siz
 @settings(max_examples=300, deadline=None)
 @given(LENGTHS, RANKS, ATTENTION)
 def test_ranks_never_wait_longer_than_when_rows_were_sorted_by_tokens(lengths, dp_size, attention) -> None:
-    costs = [sample_cost(length, attention) for length in lengths]
+    costs = [length + attention * length**2 for length in lengths]
     waits = waiting_cost(divide(lengths, costs, seq_len=SEQ_LEN, dp_size=dp_size), costs, dp_size)
     assert waits <= waiting_cost(sorted_by_tokens(lengths, dp_size), costs, dp_size) * (1 + 1e-12)
     assert waits >= sum(costs) / dp_size * (1 - 1e-12)
@@ -67,6 +67,6 @@ def test_the_same_lengths_divide_alike(lengths, dp_size) -> None:
 def test_equal_samples_cost_every_rank_the_same(rows_each, dp_size, length) -> None:
     per_row = SEQ_LEN // length
     lengths = [length] * (rows_each * dp_size * per_row)
-    costs = [sample_cost(length, 0.5)] * len(lengths)
+    costs = [length + 0.5 * length**2] * len(lengths)
     waits = waiting_cost(divide(lengths, costs, seq_len=SEQ_LEN, dp_size=dp_size), costs, dp_size)
     assert abs(waits - costs[0] * rows_each * per_row) < 1e-6 * waits

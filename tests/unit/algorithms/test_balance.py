@@ -4,13 +4,13 @@ from meshrl.algorithms.balance import divide, sample_cost, waiting_cost
 
 
 def test_one_long_sample_costs_more_than_as_many_tokens_of_short_ones() -> None:
-    assert sample_cost(100, 0.1) == 100 + 0.1 * 10000
+    assert sample_cost(16_384) == 2 * 16_384
     assert sample_cost(100) > 10 * sample_cost(10)
 
 
 def test_ranks_share_by_cost_not_by_tokens() -> None:
     lengths = [40, 10, 10, 10, 10, 30, 10]  # first-fit: [40, 10, 10] and [30, 10, 10, 10], as many tokens each
-    costs = [sample_cost(length, 1.0) for length in lengths]
+    costs = [length + length**2 for length in lengths]
     rows = divide(lengths, costs, seq_len=90, dp_size=2)
     assert rows == [[0], [1, 2, 3, 4, 5, 6]]
     assert waiting_cost(rows, costs, 2) == 1640

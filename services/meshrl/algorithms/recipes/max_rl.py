@@ -24,8 +24,6 @@ def max_rl_advantages(rewards_G: Sequence[float], lengths_G: Sequence[int]) -> N
     reward to that of the log-likelihood of success. Raises ValueError for rewards below 0, whose mean has no use here.
     """
     rewards = np.asarray(rewards_G, dtype=np.float64)
-    if rewards.size == 0 or len(lengths_G) != rewards.size:
-        raise ValueError(f"a group needs a reward and a length a rollout, got {rewards.size} and {len(lengths_G)}")
     if not np.isfinite(rewards).all() or rewards.min() < 0.0:
         raise ValueError(
             f"max_rl divides by the mean reward, so rewards must be finite and 0 or more, got {rewards.tolist()};"
