@@ -197,16 +197,12 @@ class HostTable:
     """All rollout services of a run."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
-        self.hosts = tuple(RolloutHost(address=address) for address in addresses)
+        self.hosts = [RolloutHost(address=address) for address in addresses]
         self._last_tried: dict[str, int] = {}
 
     def hosting(self, environment: str) -> list[RolloutHost]:
         """The services that host an environment, present or away."""
         return [host for host in self.hosts if environment in host.environments]
-
-    def add(self, host: RolloutHost) -> None:
-        """A worker has dialled in for the first time."""
-        self.hosts = (*self.hosts, host)
 
     def choose(
         self,
@@ -242,11 +238,8 @@ class HostTable:
         )
 
     def next_in_turn(self, environment: str) -> RolloutHost:
-        """The next of those that host an environment, in turn: to be tried while all are away. Raises KeyError if
-        nobody hosts it, which the start of a run rules out."""
+        """The next of those that host an environment, in turn: to be tried while all are away."""
         hosting = self.hosting(environment)
-        if not hosting:
-            raise KeyError(environment)
         turn = self._last_tried[environment] = self._last_tried.get(environment, -1) + 1
         return hosting[turn % len(hosting)]
 
@@ -261,11 +254,6 @@ class HostTable:
     def replaceable(self, host: RolloutHost, environment: str) -> bool:
         """Whether another service serves an environment of this one's."""
         return any(other is not host and other.state is HostState.SERVING for other in self.hosting(environment))
-
-
-def describe_hosts(hosts: Sequence[RolloutHost]) -> str:
-    """Addresses for a message: `127.0.0.1:1 and 127.0.0.1:2`."""
-    return " and ".join(host.address for host in hosts)
 
 
 def differing(hosts: Sequence[RolloutHost]) -> list[str]:

@@ -19,7 +19,7 @@ from meshrl.client import ChannelOptions, RolloutClient
 from meshrl.core.clock import Clock
 from meshrl.core.waiting import Pulse, first_of, set_within
 from meshrl.sampling.groups import GroupTicket
-from meshrl.sampling.hosts import GroupPlace, HostState, HostTable, RolloutHost, describe_hosts, differing
+from meshrl.sampling.hosts import GroupPlace, HostState, HostTable, RolloutHost, differing
 from meshrl.sampling.retry import RunError, failed
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import EnvironmentInfo, RolloutEvent, RolloutRequest, RolloutStatus
@@ -95,11 +95,6 @@ class RolloutPool:
         self._unreachable_s = unreachable_s
         self._clock = Clock() if clock is None else clock
         self._has_no_status: set[str] = set()
-
-    @property
-    def addresses(self) -> str:
-        """All of them, for a message."""
-        return describe_hosts(self.table.hosts)
 
     @property
     def slots(self) -> int | None:
@@ -187,7 +182,7 @@ class RolloutPool:
         host = next((one for one in self.table.hosts if one.address == client.address), None)
         if host is None:
             host = RolloutHost(address=client.address, since_s=self._clock.now(), patience_s=patience_s)
-            self.table.add(host)
+            self.table.hosts.append(host)
             self._clients[client.address] = client
         elif is_new_process:
             self._turn(host, HostState.AWAY, "another process has taken its place")
@@ -376,7 +371,7 @@ class RolloutPool:
             if self.table.all_away(place.environment, now_s, self._unreachable_s):
                 hosts = self.table.hosting(place.environment)
                 name = "rollout service" if len(hosts) == 1 else "rollout services"
-                raise failed(name, describe_hosts(hosts), doing, error) from error
+                raise failed(name, " and ".join(one.address for one in hosts), doing, error) from error
             return
         wait_s = place.patience.wait_s(error, now_s)
         if wait_s is None:

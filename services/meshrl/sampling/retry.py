@@ -23,7 +23,7 @@ class RunError(Exception):
 class Patience:
     """Decides about one call that is repeated until it is accepted. A service that is away (AWAY) may come back for
     `unreachable_s`, counted anew after it answers; other retryable refusals go on for `retry_s` in all. The wait is at
-    least what the service asked for, else it doubles from `base_s` to `most_s`, with jitter to spread callers. `also`
+    least what the service asked for, else it doubles up to half a second, with jitter to spread callers. `also`
     names further reasons to try again for; one of AWAY among them counts as a refusal, for a call that cannot
     distinguish them."""
 
@@ -32,14 +32,12 @@ class Patience:
         *,
         unreachable_s: float,
         retry_s: float,
-        base_s: float = 0.05,
-        most_s: float = AWAY_S[1],
         jitter: Callable[[], float] = random.random,
         also: frozenset[Reason] = frozenset(),
     ) -> None:
         self._unreachable_s = unreachable_s
         self._retry_s = retry_s
-        self._backoff = Backoff(base_s, most_s, draw=jitter)
+        self._backoff = Backoff(0.05, AWAY_S[1], draw=jitter)
         self._jitter = jitter
         self._also = also
         self._away = AWAY - also
@@ -65,12 +63,7 @@ class Patience:
         return wait_s if error.retry_after_s is None else error.retry_after_s * (1.5 - 0.5 * self._jitter())
 
 
-async def persist(
-    call: Callable[[], Awaitable[T]],
-    patience: Patience,
-    *,
-    clock: Clock,
-) -> T:
+async def persist(call: Callable[[], Awaitable[T]], patience: Patience, *, clock: Clock) -> T:
     """Repeats `call` as patience allows. Raises the last MeshError."""
     while True:
         try:

@@ -12,7 +12,7 @@ async def test_a_worker_that_comes_while_it_is_looked_for_is_not_missed() -> Non
     gathering = asyncio.create_task(pool.gather({"echo"}, startup_s=600.0))
     await asyncio.sleep(0.0)  # it has looked, and found nobody
     info = EnvironmentInfo(name="echo", taskset="echo", num_tasks=1)
-    pool.table.add(RolloutHost(address="exchange/gpu-1", environments={"echo": info}, state=HostState.SERVING))
+    pool.table.hosts.append(RolloutHost(address="exchange/gpu-1", environments={"echo": info}, state=HostState.SERVING))
     pool.changed.beat()
     await asyncio.wait_for(gathering, 20.0)
     assert list(pool.environments()) == ["echo"]

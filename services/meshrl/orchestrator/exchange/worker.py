@@ -88,8 +88,8 @@ class CallBook(Generic[EventT]):
         return call
 
     def receive(self, call_id: str, seq: int, event: EventT) -> bool:
-        """Returns False for an event that was received before, or of a call that is over. Raises INVALID_REQUEST for one
-        that does not follow the last."""
+        """Returns False for an event that was received before, or of a call that is over. Raises INVALID_REQUEST for an
+        event that does not follow the last."""
         call = self.calls.get(call_id)
         if call is None or seq <= call.received:
             return False

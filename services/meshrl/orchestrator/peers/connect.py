@@ -16,8 +16,7 @@ from meshrl.client.channel import ServiceClient
 from meshrl.core.config.shared import ServicesConfig
 from meshrl.core.paths import INVALID, ORCH_TOML, Layout
 from meshrl.core.telemetry.waits import Waits
-from meshrl.orchestrator.config import EvalConfig, OrchestratorConfig
-from meshrl.orchestrator.config.program import NewRunConfig
+from meshrl.orchestrator.config import EvalConfig, NewRunConfig, OrchestratorConfig
 from meshrl.orchestrator.exchange.config import ExchangeConfig
 from meshrl.sampling.hosts import HostTable
 from meshrl.sampling.pool import RolloutPool
