@@ -30,7 +30,7 @@ from meshrl.wire.types import ActivationPolicy
 
 
 def make_plan(config: OrchestratorConfig, mesh: Mesh, recipes: Recipes) -> WorkPlan:
-    """The plan of work from the trainer's current step on. Raises RunError when there is nothing to sample."""
+    """From the trainer's current step on. Raises RunError for an empty taskset."""
     sources = [
         TrainSource(
             environment=env.resolved_name,
@@ -76,7 +76,7 @@ def build_loop(
     monitor: Monitor,
     tracer: Tracer,
 ) -> RunLoop:
-    """The loop of the mesh's run, with everything it works with. Raises RunError when there is nothing to sample."""
+    """The loop of the mesh's run, with everything it works with. Raises RunError as `make_plan`."""
     clock = Clock()
     run = Run(
         mesh.run,

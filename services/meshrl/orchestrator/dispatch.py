@@ -1,7 +1,5 @@
 """Starts the sampling of groups, as many as the staleness law admits, and judges each group that comes back.
 
-consumes   tasks of the schedule, through the plan
-produces   groups that are ready for a step; everything else is counted as dropped, failed or cancelled
 waits for  the rollout services; one task a group, so that groups finish in any order
 unblocks   the loop, which waits for ready groups
 """
@@ -40,7 +38,7 @@ WAIT_S = (0.02, 2.0)
 
 REMEMBERED_TASKS = 65_536
 REMEMBERED_GROUPS = 32
-"""Each group moves the mean of its environment by one part in so many."""
+"""Each group moves its environment's mean by one part in so many."""
 
 
 class Dispatcher:
@@ -61,10 +59,10 @@ class Dispatcher:
         vocab_size: int | None,
         routed: RoutedShape | None,
     ) -> None:
-        """`sampling` is by environment; `teacher` samples the environments `taught`. So many groups of equal rewards in
-        a row end the run. `longest_first` is off for a run that is to be repeated: known lengths depend on what came
-        back in time. The trainer has `vocab_size` (None: unknown) and replays routes of experts of the shape `routed`
-        (None: it replays none)."""
+        """`sampling` is by environment; `teacher` samples the environments `taught`. So many groups of equal rewards
+        in a row end the run. `longest_first` is off for a run that is to be repeated: known lengths depend on what
+        came back in time. The trainer has `vocab_size` (None: unknown) and replays routes of experts of the shape
+        `routed`."""
         self._run = run
         self._sampler = sampler
         self._sampling = sampling
@@ -74,19 +72,19 @@ class Dispatcher:
         self._vocab_size = vocab_size
         self._routed = routed
         self._cancelled: set[str] = set()
-        """Groups in flight that were cancelled because they would come back too old."""
+        """In flight; they would come back too old."""
         self._scorer = scorer
         self._lost = lost
         self._lengths = LengthEstimates() if longest_first else None
         self._tasks: asyncio.TaskGroup
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
-        """From now on sampling runs as tasks of this group, which fails with the first RunError of one."""
+        """Sampling runs as tasks of this group, which fails with the first RunError of one."""
         self._tasks = tasks
         self.dispatch()
 
     def dispatch(self) -> None:
-        """Starts every group that the staleness law admits; called whenever that may have changed."""
+        """Starts every group that the law admits; called whenever that may have changed."""
         run, begun = self._run, []
         while (ticket := run.plan.dispatch(f"group-{uuid.uuid4()}")) is not None:
             run.journal.dispatch(ticket)
@@ -97,7 +95,7 @@ class Dispatcher:
         run.changed.beat()
 
     def cancel_stale(self) -> None:
-        """Has the rollout services stop groups in flight that would be too old for the next step, each once."""
+        """Stops groups in flight that would be too old for the next step."""
         plan = self._run.plan
         if too_old := [group_id for group_id in plan.stale_in_flight() if group_id not in self._cancelled]:
             self._cancelled.update(too_old)
@@ -167,8 +165,8 @@ class Dispatcher:
 class LengthEstimates:
     """Expected lengths in sampled tokens: of a task, that of its last group; of one not seen yet, its environment's.
 
-    Groups that begin together are sent to the rollout services longest first, because a batch waits for its last
-    rollouts. That changes neither which tasks are drawn nor for which step.
+    Groups that begin together go to the services longest first, because a batch waits for its last rollouts. The tasks
+    drawn for a step stay the same.
     """
 
     def __init__(self) -> None:
@@ -176,7 +174,6 @@ class LengthEstimates:
         self._of_environment: dict[str, tuple[float, int]] = {}  # mean, groups seen
 
     def observe(self, group: RolloutGroup) -> None:
-        """Notes the longest rollout of a group that is over."""
         if not group.rollouts:
             return
         task, length = group.ticket.task, float(max(map(sampled_tokens, group.rollouts)))
@@ -189,16 +186,16 @@ class LengthEstimates:
         self._of_environment[task.environment] = (mean + weight * (length - mean), seen + 1)
 
     def expected(self, task: TaskRef) -> float:
-        """Sampled tokens of the longest rollout of the task's next group; 0 if unknown."""
+        """Of the longest rollout of the task's next group; 0 if unknown."""
         return self._of_task.get(task, self._of_environment.get(task.environment, (0.0, 0))[0])
 
     def longest_first(self, tickets: Iterable[GroupTicket]) -> list[GroupTicket]:
-        """The tickets by the step that they are for, within a step the longest first, else as they came."""
+        """By the step that they are for, within it the longest first, else as they came."""
         return sorted(tickets, key=lambda ticket: (ticket.for_step, -self.expected(ticket.task)))
 
 
 class LossLimit:
-    """Counts groups in a row that failures have left with fewer rollouts than their algorithm needs."""
+    """Counts groups in a row that failures left with fewer rollouts than their algorithm needs."""
 
     def __init__(
         self,
@@ -209,7 +206,7 @@ class LossLimit:
         services: Sequence[str],
         clock: Clock,
     ) -> None:
-        """`least_rollouts`: what an algorithm needs, by environment; `services`: addresses, for the error."""
+        """`least_rollouts` is by environment; `services` are addresses, for the error."""
         self._least = least_rollouts
         self._most = most_in_a_row
         self._unreachable_s = unreachable_s

@@ -1,4 +1,4 @@
-"""Evaluates the policy in held-out environments, beside training or between two steps; called by loop and finisher."""
+"""Evaluates the policy in held-out environments, beside training or between two steps."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from meshrl.wire.trace import current_traceparent
 from meshrl.wire.types import EnvironmentInfo, Sampling
 
 ATTEMPTS = 3
-"""How often a rollout of an evaluation is sampled before it counts as failed."""
+"""Of a rollout of an evaluation, before it counts as failed."""
 
 
 class Evaluator:
-    """Evaluates in the environments of `config`; None evaluates nothing."""
+    """None as `config` evaluates nothing."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Evaluator:
             await self._wait_for(0, self._config.env, version)
 
     async def go_on(self, tasks: asyncio.TaskGroup) -> None:
-        """Begins again the evaluations that an earlier process did not end, those in one environment once."""
+        """Begins anew the evaluations that an earlier process left, one for each environment."""
         done = self._run.info.step
         last = [(env, done - done % self._config.interval_of(env)) for env in self._config.env]
         if owed := [(env, step) for env, step in last if step > self._evaluated]:
@@ -71,12 +71,12 @@ class Evaluator:
             await self._begin(step, [env for env, _ in owed], self._run.plan.active_version, tasks)
 
     async def after_step(self, step: int, version: int, tasks: asyncio.TaskGroup) -> None:
-        """Begins the evaluations due after this step in `tasks`, and waits for them in a synchronous run."""
+        """Begins the evaluations due in `tasks`; a synchronous run waits for them."""
         if step > self._evaluated:
             await self._begin(step, self._due(step), version, tasks)
 
     async def after_training(self, last_step: int) -> None:
-        """Evaluates the last version in the environments in which the run has not."""
+        """Evaluates the last version where that is not done."""
         if self._config.eval_final and last_step > 0:
             done = self._due(last_step)
             missing = [env for env in self._config.env if env not in done]
@@ -100,8 +100,7 @@ class Evaluator:
                 await self._evaluate(step, envs, version)
 
     async def _evaluate(self, step: int, envs: Sequence[EvalEnvConfig], version: int) -> None:
-        """Scores these environments with `version` or newer, and writes a record of its own under `step`. Raises
-        RunError when it takes too long."""
+        """Scores with `version` or newer, and writes a record under `step`. Raises RunError when it takes too long."""
         self.busy = True
         began_s = self._clock.now()
         metrics: dict[str, float] = {}
@@ -127,7 +126,7 @@ class Evaluator:
         await asyncio.to_thread(self._monitor.log, step, CATALOGUE.record(Source.ORCHESTRATOR, metrics))
 
     async def _score_environment(self, env: EvalEnvConfig, version: int) -> dict[str, float]:
-        """The scores of one environment. Logs how many rollouts they are over, and why others are missing."""
+        """Logs how many rollouts the scores are over, and why others are missing."""
         name, config = env.resolved_name, self._config
         sampling = env.sampling.to_wire().over(config.sampling.to_wire())
         num_tasks, wanted = self._environments[name].num_tasks, config.num_examples_of(env)

@@ -1,7 +1,5 @@
 """Ends the steps that the trainer is done with, in order: their version reaches the engines, their record is written.
 
-consumes   steps that are done, from the uploader
-produces   versions on the engines, one record of metrics a step, evaluations
 waits for  the trainer's next step, the weight hub, and the evaluation where the run is synchronous
 unblocks   sampling, which a new version admits; the uploader, through room at the trainer
 """
@@ -31,9 +29,8 @@ from meshrl.wire.types import StepEvent
 
 
 class StepFinisher:
-    """Ends the steps of one run. Rows have `seq_len` tokens, `mixture` are the configured shares of the environments;
-    without `samples` and `log_extras` neither is kept. `keep_records` is for the table of a benchmark; other runs may
-    be long."""
+    """Rows have `seq_len` tokens, `mixture` are the configured shares of the environments. Without `samples` and
+    `log_extras` neither is kept. `keep_records` is for the table of a benchmark; other runs may be long."""
 
     def __init__(
         self,
@@ -54,9 +51,8 @@ class StepFinisher:
         keep_records: bool = False,
     ) -> None:
         self.busy = False
-        """Whether a step is being ended now."""
+        """While a step is being ended."""
         self.records: list[record.Metrics] = []
-        """Of every step, where they are kept."""
         self._run = run
         self._uploader = uploader
         self._relay = relay
@@ -74,11 +70,11 @@ class StepFinisher:
         self._step_began_s = clock.now()
 
     def request_logprobs(self, step: SubmittedStep) -> SubmittedStep:
-        """The step with a batch that requests the trainer's logprobs for the rollout samples."""
+        """The step with a batch that requests logprobs for the rollout samples."""
         return step if self._samples is None else self._samples.request_logprobs(step)
 
     async def finish_steps(self, tasks: asyncio.TaskGroup) -> None:
-        """Ends each step, in order, until the last one; evaluations beside training run in `tasks`."""
+        """Ends steps until the last one; evaluations beside training run in `tasks`."""
         self._step_began_s = self._clock.now()
         await self._evaluator.go_on(tasks)
         while (ended := await self._uploader.next()) is not None:

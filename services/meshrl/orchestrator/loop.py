@@ -1,16 +1,15 @@
 """The loop of a run: groups of rollouts become batches, batches become versions, versions reach the engines.
 
     dispatch   starts a sampling task for every group that the staleness law admits, whenever that may have changed
-    gather     consumes ready groups, waits until a step has enough; unblocked by the sampling tasks
+    gather     waits until a step has enough ready groups; unblocked by the sampling tasks
     submit     turns them into a batch and puts it on disk; waits while two batches are at the trainer already
     upload     brings what is on disk to the trainer, in order, and again after a restart of the trainer
     dissolve   undoes a batch that the trainer refused, and those after it; their rollouts are gathered again
     finish     waits until the trainer is done with a step, activates its version, writes its record; unblocks dispatch
 
-`gather`, `submit` and `dissolve` are here; the others run beside them as tasks (`dispatch`, `peers.batch_uploader`,
+`gather`, `submit` and `dissolve` are here; the others are tasks beside them (`dispatch`, `peers.batch_uploader`,
 `finish`), so generation goes on while the trainer trains, as far as the law allows. With max_async_level = 0 the plan
-admits nothing until the version before is active, and the same loop is synchronous.
-What a restarted orchestrator or trainer finds is in the journal: see `ledger.resume`.
+admits nothing until the version before is active. What a restart finds is in the journal: see `ledger.resume`.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ from meshrl.sampling.retry import RunError, first_cause
 from meshrl.wire.types import TrainerInfo
 
 BATCHES_AT_TRAINER = 2
-"""One that trains and one that waits: the trainer starts the next step at once, and no batch ages longer."""
+"""One that trains and one that waits: the next step starts at once, and no batch ages longer."""
 
 
 class RunLoop:
-    """Brings one run from the trainer's current step to the last one. A step waits for its groups for `batch_s`; rows
-    have `seq_len` tokens, and samples at most `env_seq_len`, by environment."""
+    """Brings one run to its last step. A step waits for its groups for `batch_s`; rows have `seq_len` tokens, and
+    samples at most `env_seq_len`, by environment."""
 
     def __init__(
         self,
@@ -76,7 +75,7 @@ class RunLoop:
         self._sleep_engines = sleep_engines
 
     async def train(self) -> None:
-        """Runs until the last step's version is active. Raises RunError when the run cannot go on."""
+        """Until the last step's version is active. Raises RunError when the run cannot go on."""
         run, first = self.run, self.run.info.version
         try:
             with run.stage("engines"):
@@ -126,7 +125,7 @@ class RunLoop:
     # --- gather -----------------------------------------------------------------------------------
 
     async def _gather(self) -> list[RolloutGroup] | None:
-        """The groups of the next step; None when an earlier batch was refused. Raises RunError when none come."""
+        """The groups of the next step; None when an earlier batch was refused."""
         run = self.run
         most_s = run.tally.seconds["time/wait_for_rollouts"] + self._batch_s  # beyond dissolved batches
         while self._uploader.refused is None:
@@ -183,7 +182,7 @@ class RunLoop:
         self._uploader.add(step)
 
     def _assemble(self, step: int, groups: list[RolloutGroup], scores: Scores) -> AssembledBatch:
-        """The batch of a step, and the algorithms' state after it. Raises RunError when nothing can be made."""
+        """Raises RunError when no batch can be made."""
         run, kept = self.run, [group.kept for group in groups]
         streams = self._recipes.streams(kept, scores)
         try:
@@ -205,8 +204,7 @@ class RunLoop:
     # --- dissolve ---------------------------------------------------------------------------------
 
     async def _dissolve(self, refusal: BatchRefusal) -> None:
-        """Drops the rollouts for which the trainer refused a batch; its others, and later batches, are gathered
-        anew."""
+        """Drops the rollouts at fault; the others, and those of later batches, are gathered anew."""
         run = self.run
         taken = [await run.take_step(step) for step in range(refusal.step, run.steps.recorded + 1)]
         bad = at_fault(refusal.error, taken[0], vocab_size=self._trainer.vocab_size or None)

@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def start(config: OrchestratorConfig) -> None:
-    """Runs the program, in the mesh that the configuration names; a run that is found by its folder has its name."""
+    """Runs the program, in the mesh that the configuration names. A run that is found by its folder has its name."""
     if config.mesh is not None:
         try:
             config = in_mesh(config.model_dump(exclude_unset=True), RunFolder(config.mesh))
@@ -63,7 +63,7 @@ def start(config: OrchestratorConfig) -> None:
 
 
 def in_mesh(given: JsonObject, mesh: RunFolder) -> OrchestratorConfig:
-    """The configuration of these keys, completed from a running mesh. Raises ConfigError if none runs there."""
+    """These keys, completed from a running mesh. Raises ConfigError if none runs there."""
     values, services = dict(given), dict(given.get("services", {}))
     for name in ("rollout", "trainer", "weights"):
         found = mesh.addresses(name)
@@ -80,7 +80,7 @@ def in_mesh(given: JsonObject, mesh: RunFolder) -> OrchestratorConfig:
 
 async def orchestrate(config: OrchestratorConfig, stop: asyncio.Event, tracer: Tracer) -> int:
     """Trains until the last step or until `stop` is set; returns 0, or 1 when the run could not go on. A benchmark
-    without services has stand-ins for all of them. Raises ConfigError when there is nothing to train on."""
+    without services gets stand-ins. Raises ConfigError when there is nothing to train on."""
     if config.bench and not config.services.model_fields_set:  # `rl --bench` names all of them
         train = config.train if config.train.env else TrainEnvsConfig(env=[TrainEnvConfig(id="made-up")])
         names = {env.resolved_name for env in (*train.env, *(config.eval.env if config.eval is not None else ()))}

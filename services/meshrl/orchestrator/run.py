@@ -1,7 +1,7 @@
 """The state of one run that the loop's parts share: plan, journal, counters, batches, traces, and how far it has come.
 
-Each field has one writer: the plan, the journal, the traces and the use of slots change by their own methods, the
-cursors by the uploader, the tally and the steps in memory here. All parts wait for the same `changed`.
+The cursors are written by the uploader, the tally and the steps in memory here; the other parts change by their own
+methods. All parts wait for the same `changed`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from meshrl.wire.types import Batch, Rollout, RunInfo
 
 @dataclass(kw_only=True)
 class StepCursors:
-    """How far a run has come: trained <= uploaded <= recorded, but for steps done before this process began."""
+    """How far a run has come: trained <= uploaded <= recorded, but for steps of an earlier process."""
 
     recorded: int
     """The last step whose batch is on disk."""
@@ -39,7 +39,7 @@ class StepCursors:
 
 
 class Run:
-    """A run that continues from the journal; `info` is the trainer's description of it when the process began."""
+    """Continues from the journal; `info` is the trainer's description of the run at the start."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Run:
         tracer: trace.Tracer,
         clock: Clock,
     ) -> None:
-        """`in_flight` describes the groups that are sampled now, and where; it and the addresses are for the log."""
+        """`in_flight` describes the groups that are sampled now, and where, for the log."""
         start = journal.starting_point
         self.info = info
         self.plan = plan
@@ -61,9 +61,8 @@ class Run:
         self.traces = StepTraces(tracer)
         self.slots = slots
         self.steps = StepCursors(recorded=start.recorded, uploaded=info.step, trained=start.unlogged_from - 1)
-        """Written by the uploader alone."""
         self.tally = StepTally()
-        """What was judged and waited for since the last batch; written here alone."""
+        """Of the time since the last batch."""
         self.services = services
         """Addresses, for errors."""
         self._in_flight = in_flight
@@ -71,7 +70,7 @@ class Run:
         self._clock = clock
         self._submitted: dict[int, SubmittedStep] = {}
         self.changed = Pulse()
-        """Beats whenever a group, a batch, a step, a version or a refusal may let one of the parts go on."""
+        """Beats whenever a group, a batch, a step, a version or a refusal may let a part go on."""
         plan.resume_after(start.recorded, drawn=start.drawn, next_sequence=start.next_sequence, again=start.redispatch)
         for group in start.ready:
             self.drop(plan.readmit(group).dropped)
@@ -80,8 +79,8 @@ class Run:
 
     @contextmanager
     def stage(self, name: str, number: int = 0, *, step: int | None = None) -> Iterator[None]:
-        """The run waits for `name` during the block: the log names it, and its seconds are counted. `number` is the
-        version or step that it is about. Calls are traced under the span of `step`."""
+        """The run waits for `name` during the block: the log names it. `number` is the version or step that it is
+        about. Calls are traced under the span of `step`."""
         with ExitStack() as block:
             if step is not None:
                 block.enter_context(trace.use_span(self.traces.span(step)))
@@ -93,8 +92,8 @@ class Run:
 
     @contextmanager
     def counted(self, metric: str) -> Iterator[None]:
-        """Adds the seconds that the block takes to those of the next step's record; a batch that is dissolved leaves
-        its seconds to the one made anew, since the run waited for both."""
+        """Adds the block's seconds to the next step's record. A batch that is dissolved leaves them to the one made
+        anew: the run waited for both."""
         began_s = self._clock.now()
         try:
             yield
@@ -126,20 +125,20 @@ class Run:
     # --- counting ---------------------------------------------------------------------------------
 
     def count(self, group: RolloutGroup, screened: Screened) -> None:
-        """Counts the dropped rollouts of a judged group, and the group itself when nothing of it is kept."""
+        """Counts the dropped rollouts of a judged group, and the group itself when nothing is kept."""
         self.drop(screened.dropped)
         if not screened.kept:
             self.tally.discarded.append(group)
             self.tally.zero_signal_groups += screened.zero_signal
 
     def drop(self, dropped: Iterable[tuple[Rollout, DropReason]]) -> None:
-        """Counts dropped rollouts once each, in the ledger and for the step's record."""
+        """Counts dropped rollouts, in the ledger and for the step's record."""
         for rollout, reason in dropped:
             self.journal.drop(rollout.rollout_id, reason)
             self.tally.drop(reason)
 
     def take_tally(self) -> StepTally:
-        """The tally of the batch that is made now; counting begins anew."""
+        """Of the batch that is made now; counting begins anew."""
         tally, self.tally = self.tally, StepTally()
         tally.idle_shares = self.slots.idle_shares()
         return tally
@@ -147,17 +146,16 @@ class Run:
     # --- steps that the trainer has ---------------------------------------------------------------
 
     def add_step(self, submitted: SubmittedStep) -> None:
-        """Keeps a step in memory, with what its record needs, until it is done."""
+        """Keeps a step in memory until it is done."""
         self._submitted[submitted.step] = submitted
 
     async def batch(self, step: int) -> Batch:
-        """The batch of a step, from memory or from the journal. Raises RunError when neither has it."""
+        """From memory or from the journal. Raises RunError when neither has it."""
         known = self._submitted.get(step)
         return known.assembled.batch if known is not None else await self.journal.load_batch(step)
 
     async def take_step(self, step: int) -> SubmittedStep:
-        """Takes a step out of memory; one of an earlier process is read from the journal. Raises RunError when neither
-        has it."""
+        """Takes a step out of memory, or reads one of an earlier process. Raises RunError when it is lost."""
         if (known := self._submitted.pop(step, None)) is not None:
             return known
         groups, assembled = await self.journal.load_step(step)
@@ -165,15 +163,15 @@ class Run:
 
 
 class StepTraces:
-    """The traces of steps: a span `rl.step` each, from the first rollout dispatched for it to its version committed,
-    above its groups, batch and version."""
+    """A span `rl.step` for each step, from its first rollout dispatched to its version committed, above its groups,
+    batch and version."""
 
     def __init__(self, tracer: trace.Tracer) -> None:
         self._tracer = tracer
         self._open: dict[int, trace.Span] = {}
 
     def span(self, step: int) -> trace.Span:
-        """The span of a step, to make current around its calls; it starts with the first."""
+        """To make current around a step's calls; it starts with the first."""
         if step not in self._open:
             self._open[step] = self._tracer.start_span(STEP_SPAN, attributes={"rl.step": step})
         return self._open[step]
@@ -200,12 +198,12 @@ class StepTraces:
 
 
 class SlotUse:
-    """For how long no rollout is out, how many slots of the rollout services are idle, and how many of them while a
-    batch waits for groups."""
+    """How long no rollout is out, and how many slots of the rollout services are idle, apart while a batch waits for
+    groups."""
 
     def __init__(self, now: Callable[[], float], slots: Callable[[], int | None], out: Callable[[], int]) -> None:
-        """`slots` are the rollouts that the services run at once, None until they report it; `out` are those that have
-        not come back. Both are read at each note."""
+        """`slots` are the rollouts that the services run at once (None: not reported), `out` those that have not come
+        back."""
         self._now = now
         self._read_slots, self._read_out = slots, out
         self._slots, self._out = slots(), out()
@@ -224,7 +222,7 @@ class SlotUse:
             self._waiting = False
 
     def idle_shares(self) -> dict[str, float]:
-        """The metrics of the time since the last call; none of slots while these are unknown."""
+        """The metrics since the last call; none of slots while these are unknown."""
         self.note()
         shares = {}
         if self._passed_s > 0.0:
@@ -236,7 +234,7 @@ class SlotUse:
         return shares
 
     def note(self) -> None:
-        """Counts the time until now, before rollouts begin or end."""
+        """Counts the time until now; called when rollouts begin or end."""
         now_s = self._now()
         passed_s, self._since_s = now_s - self._since_s, now_s
         self._passed_s += passed_s

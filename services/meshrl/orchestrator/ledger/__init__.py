@@ -1,1 +1,1 @@
-"""A run's past, on disk: which rollouts were counted, which batches were sent, where a restart goes on."""
+"""A run's past, on disk: the rollouts counted, the batches sent, and where a restart goes on."""

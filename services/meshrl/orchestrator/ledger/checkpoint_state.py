@@ -1,7 +1,5 @@
-"""The orchestrator's part of a checkpoint: totals and the place in the tasks; written by the journal, read at a start.
-
-A run that is resumed from a checkpoint without its ledger counts on from here.
-"""
+"""The orchestrator's part of a checkpoint: totals and the place in the tasks, for a run that is resumed without its
+ledger."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ def state_path(layout: Layout, step: int) -> Path:
 
 
 def write_state(layout: Layout, record: StepRecord) -> None:
-    """Writes totals and the position in the tasks, whole or not at all. A disk error does not end the run."""
+    """Written whole or not at all. A disk error does not end the run."""
     path = state_path(layout, record.step)
     state: dict[str, object] = {"step": record.step, **asdict(record.progress), "drawn": dict(record.drawn)}
     if record.algorithms:
@@ -38,8 +36,8 @@ def write_state(layout: Layout, record: StepRecord) -> None:
 
 
 def read_state(layout: Layout, step: int) -> tuple[RunTotals, dict[str, int], dict[str, dict[str, float]]]:
-    """Totals and tasks drawn up to a step, from its checkpoint, and the state of algorithms; zeros without a
-    checkpoint. Raises RunError when the file is damaged."""
+    """Totals, tasks drawn and algorithms' state at a step; zeros without a checkpoint. Raises RunError when the file is
+    damaged."""
     path = state_path(layout, step)
     try:
         state = json.loads(path.read_text(encoding="utf-8"))

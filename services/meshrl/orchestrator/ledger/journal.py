@@ -1,7 +1,6 @@
 """The journal of a run: its ledger, batches and totals, kept on disk so that any process can continue from them.
 
-A batch is submitted only when it and the rollouts in it are on disk; payloads go when their step is durable and has its
-record.
+A batch is submitted only when it and its rollouts are on disk; payloads go when their step is durable and recorded.
 """
 
 from __future__ import annotations
@@ -35,23 +34,23 @@ class StartingPoint:
     unlogged_from: int
     """The first step that still needs its record."""
     evaluated: int = 0
-    """The last step whose evaluation has its record; evaluations that were due after it are not over."""
+    """The last step whose evaluation has its record; later ones are still owed."""
     progress: RunTotals = field(default_factory=RunTotals)
     """Totals up to the trainer's step."""
     records: Mapping[int, StepRecord]
     ready: tuple[RolloutGroup, ...] = ()
     redispatch: tuple[GroupTicket, ...] = ()
     carried: Mapping[str, tuple[Rollout, ...]] = field(default_factory=dict)
-    """The finished rollouts of the groups to dispatch again, by the group that was cut off."""
+    """Finished rollouts of the groups to dispatch again, by the group that was cut off."""
     drawn: Mapping[str, int]
     next_sequence: int = 0
     algorithms: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """The algorithms' state after the trainer's step, if no step's record has it."""
+    """Their state after the trainer's step, if no step's record has it."""
 
 
 class Journal:
-    """The journal of one run. With `checkpoints` a trainer that restarts goes back to its last durable step; then, or
-    with `saves_last`, it saves the last step."""
+    """With `checkpoints` a trainer that restarts goes back to its last durable step; then, or with `saves_last`, it
+    saves the last step."""
 
     def __init__(
         self,
@@ -82,12 +81,11 @@ class Journal:
     # --- rollouts ---------------------------------------------------------------------------------
 
     def dispatch(self, ticket: GroupTicket) -> None:
-        """Records an admitted group. Its own row comes last: a known group has all its rollouts."""
+        """Records a group. Its own row comes last: a known group has all its rollouts."""
         self._ledger.dispatch(ticket)
         self._store.dispatched(ticket)
 
     def record_event(self, ticket: GroupTicket, event: RolloutEvent) -> None:
-        """Records a rollout the moment it comes back, finished or failed."""
         if isinstance(event, Rollout):
             self._store.keep(event)
             trace_id = trace_id_of(event.traceparent)
@@ -104,7 +102,7 @@ class Journal:
         return self._ledger.out
 
     def close_group(self, group: RolloutGroup, *, cancelled_for: str) -> None:
-        """A group is over; rollouts of it from an earlier process join it."""
+        """A group is over; its rollouts of an earlier process join it."""
         self._ledger.close_group(
             group.ticket.group_id, cancelled=group.cancelled, cancelled_for=cancelled_for, reason=group.cut_short
         )
@@ -112,7 +110,6 @@ class Journal:
         group.carry(self.starting_point.carried.get(group.ticket.replaces, ()))
 
     def drop(self, rollout_id: str, reason: DropReason) -> None:
-        """A finished rollout will not be trained on."""
         self._ledger.drop(rollout_id, reason.value)
 
     # --- steps ------------------------------------------------------------------------------------
@@ -156,7 +153,7 @@ class Journal:
         self._ledger.train(step)
 
     def release(self, step: int, *, damaged: Iterable[str]) -> None:
-        """Takes the batch of a step apart: its rollouts but the damaged are finished, for another step to take."""
+        """Takes the batch of a step apart: its rollouts but the damaged wait for another step."""
         self._store.released(step)
         self._ledger.release(step)
         for rollout_id in damaged:
@@ -174,7 +171,7 @@ class Journal:
         return step <= self._logged
 
     def logged(self, step: int, *, forgotten: bool = False) -> None:
-        """The record of a step is written; `forgotten` when the trainer restarted before it meanwhile."""
+        """The step has its record; `forgotten` when the trainer restarted before it meanwhile."""
         self._logged = max(self._logged, step)
         if not forgotten:
             self._finished = step
@@ -207,8 +204,8 @@ class Journal:
             self._forgotten = upto
 
     async def state_checkpoint(self, last_step: int | None = None) -> None:
-        """Writes the orchestrator's part of the newest durable checkpoint, unless it exists. The last step's is written
-        ahead, since the trainer saves that step after its watchers have gone."""
+        """Writes the orchestrator's part of the newest durable checkpoint, and that of the last step ahead: the trainer
+        saves it after its watchers have gone."""
         step = last_step if last_step is not None and self._saves_last else self._durable
         if step > self._stated and step in self._records:
             self._stated = step
@@ -220,7 +217,7 @@ class Journal:
     # --- reading back -----------------------------------------------------------------------------
 
     async def load_batch(self, step: int) -> Batch:
-        """The batch of a step as it was recorded. Raises RunError when it is not kept, or damaged."""
+        """The batch of a step as recorded. Raises RunError when it is not kept, or damaged."""
         batch = await asyncio.to_thread(self._store.batch, self._records[step])
         if batch is None:
             raise RunError(
@@ -230,7 +227,7 @@ class Journal:
         return batch
 
     async def load_step(self, step: int) -> tuple[tuple[RolloutGroup, ...], AssembledBatch]:
-        """The groups and batch of a step, read from disk; groups have the rollouts that are kept."""
+        """The groups, with the rollouts that are kept, and the batch of a step."""
         record = self._records[step]
         batch = await self.load_batch(step)
         found = await asyncio.to_thread(self._store.rollouts, [one for _, kept in record.groups for one in kept])

@@ -1,7 +1,4 @@
-"""Opens the journal of a run: finds out whether the folder's last run goes on, and takes up its state.
-
-Called once when an orchestrator starts; the loop goes on from the journal's starting point.
-"""
+"""Opens the journal of a run: finds out whether the folder's last run goes on, and takes up its state."""
 
 from __future__ import annotations
 
@@ -38,10 +35,9 @@ def open_journal(
     last_step: int | None = None,
     writer: LedgerWriter | None = None,
 ) -> Journal:
-    """Opens the ledger in a run's folder for this run of the trainer. Blocks. Raises RunError when it cannot be used.
-    `session` is that of the configuration, `least_rollouts` the fewest rollouts of a group, by training environment;
-    the trainer saves steps on the way (`checkpoints`), and the last one (`saves_last`). The run ends with `last_step`.
-    """
+    """The journal in a run's folder, for this run of the trainer. Blocks. Raises RunError when the ledger cannot be
+    used. `least_rollouts` is by training environment; the trainer saves steps on the way (`checkpoints`), and the last
+    one (`saves_last`). The run ends with `last_step`."""
     size = end_whole(layout.metrics_jsonl)
     store = LedgerStore(layout.ledger, writer)
     ledger = Ledger(store.record)
@@ -95,7 +91,7 @@ def open_journal(
 def _resume(
     layout: Layout, ledger: Ledger, store: LedgerStore, past: Past, decide: Callable[..., ResumePlan], *, step: int
 ) -> StartingPoint:
-    """Takes up an earlier process's state, for a trainer at `step`. Raises RunError when the totals are lost."""
+    """Raises RunError when the totals are lost."""
     logged = last_logged_step(layout.metrics_jsonl, past.run.metrics_offset)
     past, plan, rollouts = _plan_without_damage(store, past, partial(decide, logged_step=logged))
     algorithms: Mapping[str, Mapping[str, float]] = {}
@@ -160,7 +156,7 @@ def _plan_without_damage(
 
 
 def end_whole(path: Path) -> int:
-    """Cuts off a last line that a killed process left half written; returns the size of the file then."""
+    """Cuts off a last line that a killed process left half written; returns the file's size then."""
     size = whole_size(path)
     if path.exists() and path.stat().st_size > size:
         os.truncate(path, size)
@@ -168,8 +164,8 @@ def end_whole(path: Path) -> int:
 
 
 def last_logged_step(path: Path, offset: int) -> int:
-    """The last step with a record after `offset`, 0 without one; evaluations have records of their own. Read from the
-    end: records of repeated steps follow those of later steps, and have a flag."""
+    """The last step with a record after `offset`, or 0. Read from the end: records of repeated steps follow those of
+    later steps, and have a flag."""
     for record in json_records(lines_from_the_end(path, offset)):
         if "time/step" in record and "progress/redone" not in record:
             return int(record["step"])
@@ -177,6 +173,6 @@ def last_logged_step(path: Path, offset: int) -> int:
 
 
 def last_evaluated_step(path: Path, offset: int) -> int:
-    """The step of the last record of an evaluation after `offset`, 0 without one."""
+    """The step of the last evaluation's record after `offset`, or 0."""
     lines = (line for line in lines_from_the_end(path, offset) if b'"eval/version"' in line)
     return next((int(record["step"]) for record in json_records(lines)), 0)

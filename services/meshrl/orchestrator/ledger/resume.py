@@ -1,9 +1,8 @@
 """Plans how a run goes on after an earlier process, from its ledger and the trainer's step; no I/O.
 
-A trainer at step k has trained every step up to k and nothing after, so the groups of these steps are trained. The
-batches after k are submitted again, unchanged and in order, as far as they are kept and the trainer can take them; the
-groups of other later steps count as finished. Finished rollouts become groups again. A group in flight is over, and its
-missing rollouts are sampled again, so nothing that is finished is lost.
+A trainer at step k has trained every step up to k and nothing after. The batches after k are submitted again, unchanged
+and in order, as far as they are kept and the trainer can take them. The groups of other later steps count as finished.
+A group in flight is over: its finished rollouts stay, its missing ones are sampled again.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ class ResumePlan:
     """The actions on the past, in this order of fields."""
 
     trained: tuple[int, ...] = ()
-    """Steps that the trainer did while it had no watcher."""
+    """Steps that the trainer did unwatched."""
     again: tuple[int, ...] = ()
-    """Steps whose batches are submitted again."""
+    """Whose batches are submitted again."""
     released: tuple[int, ...] = ()
-    """Steps beyond the trainer's without a batch: their rollouts are finished again."""
+    """Steps beyond the trainer's whose rollouts are finished again, for want of a batch."""
     interrupted: tuple[str, ...] = ()
     """Groups that were in flight."""
     dropped: tuple[tuple[str, DropReason], ...] = ()
@@ -37,17 +36,16 @@ class ResumePlan:
     ready: tuple[tuple[str, tuple[str, ...]], ...] = ()
     """Groups with their remaining rollouts, in order of dispatch."""
     redispatch: tuple[GroupTicket, ...] = ()
-    """Tickets of groups that were cut off, for as many rollouts as are missing."""
+    """Tickets for the missing rollouts of groups that were cut off."""
     carried: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    """The returned rollouts of those groups, which join the group that is dispatched again."""
+    """Rollouts of those groups that came back."""
     unlogged: tuple[int, ...] = ()
-    """Steps that are trained and have no record yet."""
+    """Trained steps without a record."""
 
 
 def goes_on(run: RunRow, *, run_id: str, session: str, epoch: int, trainer_step: int) -> bool:
-    """Whether the last run of a folder goes on with this trainer, or another one begins. It goes on with a trainer that
-    has trained (it is alive, or was resumed), that is the process known from before, or that the same launch started.
-    """
+    """Whether the last run of a folder goes on with this trainer: one that has trained (it is alive, or was resumed),
+    is the process known from before, or was started by the same launch."""
     if run.run_id != run_id:
         return False
     return trainer_step > 0 or epoch == run.epoch or bool(session and session == run.session)
@@ -64,7 +62,7 @@ def plan_resume(
     last_step: int | None = None,
 ) -> ResumePlan:
     """Decides about everything that is open. The trainer takes batches made for `dp_size`, with rows of at most
-    `seq_len` tokens. `environments` are those of the run, with the fewest rollouts of a group of each. The run ends
+    `seq_len` tokens. `environments`: the fewest rollouts of a group, by each environment of the run. The run ends
     with `last_step`, which may be earlier than before."""
     taken: dict[int, list[LedgerEntry]] = {}
     for entry in past.entries:
@@ -129,7 +127,7 @@ def _members(
 def _unfinished(
     past: Past, loose: Sequence[LedgerEntry], in_flight: AbstractSet[str], environments: Collection[str]
 ) -> dict[str, GroupTicket]:
-    """Tickets for the missing rollouts of the groups in flight; failed ones are tried once more."""
+    """Tickets for the missing rollouts of the groups in flight, the failed ones too."""
     came_back = Counter(entry.group_id for entry in loose if entry.rollout_id not in past.damaged)
     tickets = {}
     for group_id in in_flight & past.groups.keys():
@@ -141,7 +139,6 @@ def _unfinished(
 
 
 def restore(ledger: Ledger, past: Past, plan: ResumePlan) -> None:
-    """Brings the ledger to the state of the plan."""
     ledger.restore(past.entries, past.ended)
     for step in plan.trained:
         ledger.train(step)

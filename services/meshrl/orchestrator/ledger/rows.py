@@ -7,7 +7,7 @@ payloads  a finished rollout, until its step is durable or it is dropped
 steps     what each step took, and its totals
 parts     the messages of a step's batch as they are uploaded, until the step is durable
 
-Payloads, records of steps and parts have a digest (`seal`), which is checked whenever they are read.
+Payloads, records of steps and parts have a digest (`seal`), checked at every reading.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from meshrl.sampling.groups import GroupTicket, RolloutGroup, TaskRef
 LAYOUT = 3
 """The `user_version` of the file; one of another layout is refused."""
 UNSEEDED = -1
-"""The seed that a row has of a group without one."""
+"""Stands for a group's missing seed."""
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS runs (
   run INTEGER PRIMARY KEY, run_id TEXT NOT NULL, session TEXT NOT NULL, epoch INTEGER NOT NULL,
@@ -73,8 +73,7 @@ class RunRow:
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """The groups of a step. `progress` counts it and every step before; `drawn` are the tasks drawn by then,
-    `algorithms` is the state of the environments' algorithms."""
+    """The groups of a step. `progress`, `drawn` (tasks) and `algorithms` (their state) are as of after it."""
 
     step: int
     digest: str
@@ -103,7 +102,7 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Past:
-    """An earlier process's state of the run. `entries` are open, or trained by a step that may still be forgotten."""
+    """An earlier process's state. `entries` are open, or trained by a step that may still be forgotten."""
 
     run: RunRow
     entries: tuple[LedgerEntry, ...] = ()
@@ -120,7 +119,7 @@ class Past:
     next_sequence: int = 0
 
     def without(self, rollouts: Collection[str], steps: Collection[int]) -> Past:
-        """A copy without the payloads of damaged rollouts and the batches of damaged steps."""
+        """A copy without what is damaged."""
         return replace(
             self,
             payloads=self.payloads - frozenset(rollouts),
@@ -149,8 +148,8 @@ def last_run(connection: sqlite3.Connection) -> RunRow | None:
 
 
 def read_past(connection: sqlite3.Connection, run: RunRow, *, trainer_step: int) -> Past:
-    """Everything a run needs to go on with a trainer at `trainer_step`. Rollouts that were dropped because the run
-    ended are open again."""
+    """What a run needs to go on with a trainer at `trainer_step`. Rollouts dropped because the run ended are open
+    again."""
     cut_off = f"(state = 'dropped' AND reason = '{DropReason.RUN_ENDED.value}')"
     forgotten = f"(state = 'trained' AND step > {int(trainer_step)})"
     wanted = f"(state IN ('dispatched', 'finished', 'batched') OR {cut_off} OR {forgotten})"
@@ -198,8 +197,8 @@ def read_past(connection: sqlite3.Connection, run: RunRow, *, trainer_step: int)
 def _records(
     connection: sqlite3.Connection, run: RunRow, trainer_step: int
 ) -> tuple[dict[int, StepRecord], frozenset[int]]:
-    """Records from the trainer's step on and of steps whose batch is kept, and the steps with a damaged record. Others
-    are not needed, and each names every rollout of its step."""
+    """Records from the trainer's step on and of steps whose batch is kept, and the steps with a damaged one. Others are
+    not needed, and each names every rollout of its step."""
     columns = "SELECT step, record, seal FROM steps WHERE run = ?1"
     kept = "SELECT DISTINCT step FROM parts WHERE run = ?1 AND step < ?2"
     rows = connection.execute(
@@ -215,7 +214,7 @@ def _records(
 
 
 def read_groups(connection: sqlite3.Connection, group_ids: Iterable[str]) -> dict[str, RolloutGroup]:
-    """Those of the groups that are known, without their rollouts."""
+    """The known ones of these groups, without their rollouts."""
     columns = "group_id, size, for_step, min_version, active_version, sequence, seed, environment, task_index"
     sql = f"SELECT {columns}, cancelled, sampled_tokens, seconds FROM groups WHERE group_id = ?"
     found = {}

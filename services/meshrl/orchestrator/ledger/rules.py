@@ -44,13 +44,12 @@ OPEN_STATES = (RolloutState.DISPATCHED, RolloutState.FINISHED, RolloutState.BATC
 
 
 class LedgerError(Exception):
-    """An event that the rules do not allow: a rollout would be counted twice or not at all."""
+    """A rollout would be counted twice or not at all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerEntry:
-    """One rollout. `key` is its place in its group, known before it has an id; `reason` is why it was lost. `trace_id`
-    is in hexadecimal, "" before it has come back or without a trace."""
+    """One rollout. `key` is its place in its group, known before its id; `trace_id` is in hexadecimal."""
 
     key: str
     group_id: str
@@ -66,14 +65,14 @@ class LedgerEntry:
 
     @property
     def place(self) -> tuple[str, int]:
-        """Sorts rollouts by group, and those of a group in the order in which they came back."""
+        """Sorts by group, and within one in the order of return."""
         group_id, _, place = self.key.rpartition("/")
         return group_id, int(place)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Balance:
-    """Where the dispatched rollouts went. `dropped` and `failed` are by reason."""
+    """Where the dispatched rollouts went; `dropped` and `failed` by reason."""
 
     dispatched: int
     trained: int
@@ -99,7 +98,7 @@ class Balance:
 
 
 class Ledger:
-    """Applies events, refuses those that break the rules, and hands every changed entry to `record`."""
+    """Applies events, refuses those against the rules, and hands every changed entry to `record`."""
 
     def __init__(self, record: Callable[[LedgerEntry], None]) -> None:
         self._record = record
@@ -119,7 +118,7 @@ class Ledger:
             self._open_entry(ticket, place)
 
     def finish(self, ticket: GroupTicket, rollout_id: str, oldest_version: int | None, trace_id: str = "") -> None:
-        """A rollout came back scored. An episode of several agents yields more rollouts than it was dispatched as."""
+        """A rollout came back scored. An episode of several agents yields more of them than were dispatched."""
         if rollout_id in self._key_of:
             raise LedgerError(f"rollout {rollout_id} finished before")
         if not self._unassigned[ticket.group_id]:
@@ -137,7 +136,7 @@ class Ledger:
         return len(self._open) - len(self._key_of)
 
     def fail(self, group_id: str, rollout_id: str, reason: str, trace_id: str = "") -> None:
-        """A rollout came back as a failure; failures beyond the number dispatched are ignored."""
+        """Failures beyond the number dispatched are ignored."""
         if self._unassigned[group_id]:
             key = self._unassigned[group_id].pop(0)
             self._move(key, RolloutState.FAILED, rollout_id=rollout_id, reason=reason, trace_id=trace_id)
@@ -145,7 +144,7 @@ class Ledger:
     def close_group(
         self, group_id: str, *, cancelled: int = 0, cancelled_for: str = "rollout_service", reason: str = ""
     ) -> None:
-        """A group is over: of its missing rollouts `cancelled` were cancelled and the others failed for `reason`."""
+        """Of its missing rollouts `cancelled` were cancelled; the others failed for `reason`."""
         for place, key in enumerate(self._unassigned.pop(group_id)):
             if place < cancelled:
                 self._move(key, RolloutState.CANCELLED, reason=cancelled_for)
@@ -170,23 +169,23 @@ class Ledger:
             self._batched.setdefault(step, []).append(key)
 
     def release(self, step: int) -> None:
-        """A step will not be trained with this batch: its rollouts are finished, for another step."""
+        """A step will not be trained with this batch: its rollouts wait for another."""
         for key in [*self._batched.pop(step, []), *self._reopen(step)]:
             self._move(key, RolloutState.FINISHED)
 
     def make_final(self, step: int) -> None:
-        """Steps up to this one are durable: their rollouts are final."""
+        """Steps up to this one are durable."""
         for done in [known for known in self._trained if known <= step]:
             del self._trained[done]
 
     def interrupt(self, group_id: str, reason: str) -> None:
-        """An earlier process dispatched this group: its missing rollouts will never come."""
+        """An earlier process dispatched this group: its missing rollouts never come."""
         for key in self._unassigned.pop(group_id, []):
             self._move(key, RolloutState.CANCELLED, reason=reason)
 
     def restore(self, entries: Iterable[LedgerEntry], ended: Mapping[tuple[RolloutState, str], int]) -> None:
-        """Goes on where an earlier process stopped, before any other event. `entries` are the open ones and those of
-        trained steps that may still be forgotten; `ended` counts all others by state and reason."""
+        """Goes on where an earlier process stopped. `entries` are the open ones and those of trained steps that may
+        still be forgotten; `ended` counts all others by state and reason."""
         self._ended.update(ended)
         self._dispatched += sum(ended.values())
         for entry in entries:

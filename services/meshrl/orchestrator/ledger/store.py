@@ -1,7 +1,4 @@
-"""Keeps the ledger in SQLite; fed by the ledger's rules and the journal, read when a process goes on.
-
-What is committed outlives the process, whatever ends it: see `core.sqlite_files`.
-"""
+"""Keeps the ledger in SQLite. What is committed outlives the process, however it ends: see `core.sqlite_files`."""
 
 from __future__ import annotations
 
@@ -45,7 +42,7 @@ ON CONFLICT (key) DO UPDATE SET state = excluded.state, rollout_id = excluded.ro
 """
 _ANY_LENGTH = 2**62
 _UNREADABLE = (ValueError, TypeError, DecodeError, MeshError)
-"""Errors of reading damaged data: a wrong digest, bytes that are no message, or a wrong message."""
+"""A wrong digest, bytes that are no message, or a wrong message."""
 
 
 class LedgerStore:
@@ -62,7 +59,7 @@ class LedgerStore:
     # --- beginning and end ----------------------------------------------------------------------
 
     def open(self) -> RunRow | None:
-        """Creates or reopens the file and returns the last run in it. Refuses a file of another layout."""
+        """Creates or reopens the file; returns the last run in it."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -74,7 +71,7 @@ class LedgerStore:
             return last_run(connection)
 
     def begin(self, run: RunRow) -> None:
-        """Starts a run: open rollouts of earlier ones end with a reason."""
+        """Starts a run; open rollouts of earlier ones are superseded."""
         superseded = DropReason.SUPERSEDED.value
         with ledger_file(self._path) as connection:
             connection.execute(
@@ -96,7 +93,7 @@ class LedgerStore:
         self._writer.start()
 
     def resume(self, run: RunRow, *, trainer_step: int) -> Past:
-        """Goes on with the last run; returns its state. `run` has the new session and epoch."""
+        """Goes on with the last run; `run` has the new session and epoch."""
         with ledger_file(self._path) as connection:
             connection.execute(
                 "UPDATE runs SET session = ?, epoch = ?, first_step = ?, ended = '' WHERE run = ?",
@@ -114,13 +111,12 @@ class LedgerStore:
         self._put(lambda db: db.execute("UPDATE runs SET ended = ? WHERE run = ?", (reason, self._run)))
 
     def close(self, deadline_s: float = 30.0) -> None:
-        """Writes the queue and stops. Raises LedgerFileError when something could not be written."""
         self._writer.close(deadline_s)
 
     # --- changes ----------------------------------------------------------------------------------
 
     def record(self, entry: LedgerEntry) -> None:
-        """Records a rollout's state; the payload of a dropped one goes, unless the run may yet go on with it."""
+        """The payload of a dropped rollout goes, unless the run may yet go on with it."""
         row = {**vars(entry), "run": self._run, "state": entry.state.value, "updated_s": time.time()}
         gone = entry.state is RolloutState.DROPPED and entry.reason != DropReason.RUN_ENDED.value
 
@@ -132,7 +128,7 @@ class LedgerStore:
         self._put(change)
 
     def keep(self, rollout: Rollout) -> None:
-        """Keeps a rollout's payload, serialised on the writer's thread. Call it before the state is recorded."""
+        """Keeps a payload, serialised on the writer's thread. Call it before the state is recorded."""
 
         def change(db: sqlite3.Connection) -> None:
             data = convert.to_proto(rollout.without_routes()).SerializeToString()
@@ -162,8 +158,8 @@ class LedgerStore:
         self._put(lambda db: db.execute(sql, row))
 
     def batched(self, record: StepRecord, batch: Batch) -> None:
-        """Records the groups of a step and the messages of its batch, in place of an earlier record. Routes of experts,
-        most of its bytes, are left out: the batch of the same digest then trains without replay."""
+        """Records a step and the messages of its batch, in place of earlier ones. Routes of experts, most of its bytes,
+        are left out: the batch of the same digest then trains without replay."""
 
         run, step, text = self._run, record.step, record.to_json()
 
@@ -179,7 +175,7 @@ class LedgerStore:
         self._put(change)
 
     def released(self, step: int) -> None:
-        """A step will not be trained with its batch. Call it before its rollouts are finished again."""
+        """The step gets another batch. Call it before its rollouts are finished again."""
 
         def change(db: sqlite3.Connection) -> None:
             db.execute("DELETE FROM parts WHERE run = ? AND step = ?", (self._run, step))
@@ -188,7 +184,7 @@ class LedgerStore:
         self._put(change)
 
     def forget(self, step: int) -> None:
-        """Steps up to this one are durable: their payloads and batches go. Looks only at steps not forgotten yet."""
+        """Steps up to this one are durable: their payloads and batches go."""
         after, self._forgotten = self._forgotten, max(self._forgotten, step)
 
         def change(db: sqlite3.Connection) -> None:
@@ -199,13 +195,12 @@ class LedgerStore:
         self._put(change)
 
     def flush(self) -> Future[None]:
-        """Done when everything put before is committed."""
         return self._writer.flush()
 
     # --- reading ----------------------------------------------------------------------------------
 
     def batch(self, record: StepRecord) -> Batch | None:
-        """The batch of a step as it was recorded; None when it is damaged or no longer kept. Blocks."""
+        """As it was recorded; None when it is damaged or no longer kept."""
         with ledger_file(self._path) as connection:
             parts = connection.execute(
                 "SELECT part, data, seal FROM parts WHERE run = ? AND step = ? ORDER BY part", (self._run, record.step)
@@ -227,7 +222,7 @@ class LedgerStore:
             return None
 
     def rollouts(self, rollout_ids: Iterable[str]) -> dict[str, Rollout]:
-        """The kept payloads of these rollouts, by id, without damaged ones. Blocks."""
+        """The payloads that are kept and whole, by id."""
         found = {}
         with ledger_file(self._path) as connection:
             for rollout_id in rollout_ids:
@@ -244,6 +239,6 @@ class LedgerStore:
         return found
 
     def groups(self, group_ids: Sequence[str]) -> dict[str, RolloutGroup]:
-        """Groups by id, without their rollouts. Blocks."""
+        """By id, without their rollouts."""
         with ledger_file(self._path) as connection:
             return rows_of_groups(connection, group_ids)

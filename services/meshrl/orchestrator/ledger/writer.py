@@ -1,4 +1,4 @@
-"""Commits changes to the ledger file in order, several in one transaction, on a thread of its own; fed by the store."""
+"""Commits changes to the ledger file, several in one transaction, on a thread of its own; fed by the store."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Change = Callable[[sqlite3.Connection], object]
 
 
 class LedgerFileError(RunError):
-    """The file of the ledger cannot be read or written; the message names the remedy."""
+    """The ledger's file cannot be read or written; the message names the remedy."""
 
 
 def unusable(path: Path, error: Exception) -> LedgerFileError:
-    """The error for a failure of SQLite, or of the file system below it."""
+    """The error for a failure of SQLite, or of the file system."""
     code = getattr(error, "sqlite_errorcode", None)
     primary = None if code is None else code & 0xFF  # the rest says where in SQLite
     if primary == sqlite3.SQLITE_FULL or primary == sqlite3.SQLITE_IOERR:
@@ -47,7 +47,7 @@ def unusable(path: Path, error: Exception) -> LedgerFileError:
 
 
 def check_layout(connection: sqlite3.Connection, path: Path) -> None:
-    """Raises LedgerFileError for a file that another version of meshrl has written; an empty one passes."""
+    """Raises LedgerFileError for a file of another version of meshrl; an empty one passes."""
     layout = connection.execute("PRAGMA user_version").fetchone()[0]
     if layout != LAYOUT and connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]:
         raise LedgerFileError(
@@ -59,8 +59,7 @@ def check_layout(connection: sqlite3.Connection, path: Path) -> None:
 
 @contextmanager
 def ledger_file(path: Path) -> Iterator[sqlite3.Connection]:
-    """A connection to the file, whose changes are committed at the end. Raises LedgerFileError, also for a file of
-    another layout."""
+    """A connection whose changes are committed at the end. Raises LedgerFileError."""
     try:
         with closing(sqlite3.connect(path)) as connection, connection:
             check_layout(connection, path)
@@ -71,8 +70,8 @@ def ledger_file(path: Path) -> Iterator[sqlite3.Connection]:
 
 
 class LedgerWriter:
-    """Applies changes in the order of `put`, which never blocks, whole transactions at a time. An error surfaces at the
-    next call, and nothing after it is written."""
+    """Applies changes in the order of `put`, which never blocks. An error surfaces at the next call, and nothing after
+    it is written."""
 
     def __init__(self, path: Path, *, flush_interval_s: float = 0.2) -> None:
         self._path = path
@@ -85,7 +84,7 @@ class LedgerWriter:
         self._thread.start()
 
     def put(self, change: Change) -> None:
-        """Queues a change. Raises the error of an earlier one, LedgerFileError if it was the file's."""
+        """Raises the error of an earlier change, LedgerFileError if it was the file's."""
         self._check()
         self._queue.put(change)
 

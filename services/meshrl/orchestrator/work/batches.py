@@ -1,9 +1,6 @@
 """Turns the groups that a step took into its batch: what each sample trains, in rows; drained by the trainer.
 
-The algorithm of each environment decides the tokens that its samples train (`Recipes`), `packing` makes the rows.
-
-When the trainer refuses a batch, `at_fault` names the rollouts that the loop drops. The other rollouts of that batch,
-and of later ones, go into new batches, which new groups fill up.
+When the trainer refuses a batch, `at_fault` names the rollouts that the loop drops; the others go into new batches.
 """
 
 from __future__ import annotations
@@ -28,11 +25,11 @@ from meshrl.wire.types import Batch, Rollout, Sample
 _ROW = re.compile(r"micro_batches\[(\d+)\]")
 
 AlgorithmState = Mapping[str, Mapping[str, float]]
-"""What the algorithms remember from step to step, by environment."""
+"""What algorithms remember from step to step, by environment."""
 
 
 class Recipes:
-    """The algorithms of the training environments, which decide the tokens that a step trains."""
+    """The algorithms of the training environments."""
 
     def __init__(self, by_environment: Mapping[str, Recipe]) -> None:
         self.by_environment = by_environment
@@ -43,7 +40,7 @@ class Recipes:
         return {name: recipe.least_rollouts for name, recipe in self.by_environment.items()}
 
     def streams(self, groups: Sequence[Sequence[Rollout]], scores: Scores) -> dict[str, tuple[SampleStreams, ...]]:
-        """What each sample of a step trains, by rollout id. Raises RunError where an algorithm cannot be used."""
+        """What each sample of a step trains, by rollout id. Raises RunError where an algorithm does not fit."""
         made: dict[str, tuple[SampleStreams, ...]] = {}
         for group in groups:
             if not group:
@@ -62,15 +59,15 @@ class Recipes:
         return {name: state for name, state in states.items() if state}
 
     def restore(self, state: AlgorithmState) -> None:
-        """Goes back to what `state` returned, without environments that are gone."""
+        """Goes back to an earlier `state`; environments may be gone."""
         for name, recipe in self.by_environment.items():
             recipe.restore(state.get(name, {}))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AssembledBatch:
-    """A batch and the outcome of its rollouts. `advantages` is by rollout_id, 0 without a token of the rl term;
-    `algorithms` is the state of the environments' algorithms after it."""
+    """A batch and the outcome of its rollouts. `advantages` is by rollout id, 0 without a token of the rl term;
+    `algorithms` is their state after it."""
 
     batch: Batch
     advantages: Mapping[str, float]
@@ -89,12 +86,12 @@ class SubmittedStep:
 
     @property
     def judged(self) -> list[RolloutGroup]:
-        """Its groups, and those that were discarded while it was gathered."""
+        """Its groups, and those discarded on the way."""
         return [*self.groups, *self.tally.discarded]
 
     @property
     def lost(self) -> tuple[str, ...]:
-        """Rollouts of the batch of which nothing else is kept: their payload in the ledger is damaged."""
+        """Rollouts of the batch whose payload in the ledger is damaged."""
         known = {rollout.rollout_id for group in self.groups for rollout in group.kept} | self.assembled.untrainable
         return tuple(rollout_id for rollout_id in self.assembled.advantages if rollout_id not in known)
 
@@ -111,9 +108,8 @@ def assemble(
     min_shared_prefix: float | None = None,
     traceparent: str = "",
 ) -> AssembledBatch:
-    """Packs whole groups into micro-batches of at most `seq_len` tokens, their number a multiple of `dp_size`.
-    `streams` decides what each sample trains, `environments` has the most tokens of one sample of each environment, at
-    most `seq_len`, and `min_shared_prefix` is the trainer's TrainerInfo. Raises ValueError when no sample has a token
+    """Packs whole groups into rows of at most `seq_len` tokens, their number a multiple of `dp_size`. `environments`
+    has the most tokens of a sample, `min_shared_prefix` is the trainer's. Raises ValueError when no sample has a token
     to train on within its length."""
     env_index = {name: index for index, name in enumerate(environments)}
     samples = [
@@ -156,7 +152,7 @@ def assemble(
 def _train_sample(
     rollout: Rollout, sample: Sample, streams: SampleStreams, *, room: int, env_index: Mapping[str, int], group: str
 ) -> TrainSample:
-    """A sample with its terms, cut to `room` tokens; without an advantage none of its tokens is of the rl term."""
+    """Without an advantage none of its tokens is of the rl term."""
     whole = TrainSample(
         token_ids=sample.token_ids,
         loss_mask=np.zeros_like(sample.loss_mask) if streams.advantage is None else sample.loss_mask,
@@ -179,9 +175,9 @@ def _train_sample(
 
 
 def at_fault(error: MeshError, submitted: SubmittedStep, *, vocab_size: int | None) -> frozenset[str]:
-    """Ids of the rollouts to leave out; empty when the refusal is about the batch as a whole, its header for example.
-    These are the rollouts that break a known rule, else all rollouts in the rows that the trainer's error names, else
-    all of the batch. `error`: the trainer's answer to the batch."""
+    """Ids of the rollouts to leave out after the trainer's `error`: those that break a known rule, else all in the rows
+    that the error names, else all of the batch. Empty when the refusal is about the batch as a whole, its header for
+    example."""
     assembled = submitted.assembled
     rollouts = [rollout for group in submitted.groups for rollout in group.kept]
     found = {rollout.rollout_id for rollout in rollouts if rollout_problems(rollout, vocab_size=vocab_size)}
@@ -197,7 +193,7 @@ def at_fault(error: MeshError, submitted: SubmittedStep, *, vocab_size: int | No
 
 
 def split_groups(submitted: SubmittedStep, bad: AbstractSet[str]) -> Iterator[tuple[RolloutGroup, list[Rollout]]]:
-    """Yields each group of a step with its rollouts that stay, and those in `bad`."""
+    """Each group with its rollouts that stay, and those in `bad`."""
     for group in submitted.groups:
         batched = [one for one in group.kept if one.rollout_id not in submitted.assembled.untrainable]
         kept = tuple(one for one in batched if one.rollout_id not in bad)

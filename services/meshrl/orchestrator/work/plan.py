@@ -1,13 +1,10 @@
 """The plan of work: which task comes next, how many groups may be in flight, and which step takes which; no I/O.
 
-Driven by the loop. `StalenessLaw` bounds how far generation runs ahead, `TaskSchedule` orders the tasks, and `WorkPlan`
-keeps both.
-
-Every group outstanding (in flight, or finished and not yet taken) holds as many slots as its environment's groups have
-rollouts. A step has `batch_size` slots, and the law sets the last step with open slots, so generation cannot run
-further ahead than the law allows however groups finish, fail or are filtered. A group is begun while a slot is open,
-and a step takes whole groups, first dispatched first, until it has `batch_size` slots: where groups differ in size,
-either may go beyond by less than one group. A group that lost rollouts still counts whole.
+A group in flight, or finished and not yet taken, holds as many slots as its environment's groups have rollouts, however
+many it lost. A step has `batch_size` slots, and the law sets the last step with open slots, so generation cannot run
+further ahead than the law allows. A group is begun while a slot is open, and a step takes whole groups, first
+dispatched first, until it has `batch_size` slots: where groups differ in size, either may go beyond by less than one
+group.
 """
 
 from __future__ import annotations
@@ -22,10 +19,9 @@ from meshrl.sampling.groups import GroupTicket, RolloutGroup, TaskRef, rollout_s
 from meshrl.wire.types import Rollout
 
 Screen = Callable[[str, Sequence[Rollout]], Screened]
-"""Judges the rollouts of a group of an environment."""
 
 MOST_DRAWS = 4
-"""With follow_mixture: most draws of an environment whose groups come to nothing, as a multiple of its share."""
+"""With follow_mixture: most draws of an environment, as a multiple of its share."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +32,6 @@ class StalenessLaw:
 
         admission   work for step n starts only while the active version is at least max(0, n - 1 - k)
         use         step n trains a rollout only while (n - 1) - oldest_version <= m
-
-    k = 0 is synchronous on-policy training.
     """
 
     max_async_level: int
@@ -54,7 +48,7 @@ class StalenessLaw:
         return active_version + 1 + self.max_async_level
 
     def staleness(self, *, step: int, oldest_version: int) -> int:
-        """Versions between the policy that `step` trains and the oldest one that sampled a token."""
+        """Versions between the policy that `step` trains and the oldest that sampled a token."""
         return (step - 1) - oldest_version
 
     def usable(self, *, step: int, oldest_version: int) -> bool:
@@ -64,7 +58,7 @@ class StalenessLaw:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSource:
-    """One training environment: its share of the tasks, and how many it has (None: infinitely many)."""
+    """A training environment: its share of the tasks, and how many it has (None: infinitely many)."""
 
     environment: str
     ratio: float
@@ -73,7 +67,7 @@ class TrainSource:
 
 @dataclass
 class _Stream:
-    """The tasks of one environment in order. Epoch e is a permutation that depends on (seed, environment, e) alone."""
+    """The tasks of one environment. Epoch e is a permutation that depends on (seed, environment, e) alone."""
 
     source: TrainSource
     seed: int
@@ -97,11 +91,10 @@ class _Stream:
 
 
 class TaskSchedule:
-    """An endless, deterministic sequence of tasks. The environment that lags its share most comes next, so after any
-    number of draws each count is within one draw per other environment of its ratio. With `follow_mixture` a draw that
-    was given back does not count, so that the groups that are trained have the ratios; an environment is then drawn at
-    most MOST_DRAWS times as often as its ratio asks for, counted since the process began. Raises ValueError for an
-    empty taskset."""
+    """An endless, deterministic sequence of tasks. The environment that lags its share most comes next, so each count
+    is within one draw per other environment of its ratio. With `follow_mixture` draws that were given back do not
+    count, so that the groups that are trained have the ratios; an environment is then drawn at most MOST_DRAWS times as
+    often as its ratio asks for, since the process began. Raises ValueError for an empty taskset."""
 
     def __init__(self, sources: Sequence[TrainSource], *, seed: int, follow_mixture: bool = False) -> None:
         for source in sources:
@@ -122,7 +115,7 @@ class TaskSchedule:
         return TaskRef(environment=stream.source.environment, index=stream.next_index())
 
     def give_back(self, environment: str) -> None:
-        """A group of this environment came to nothing: dropped whole, failed or too old."""
+        """A group of this environment came to nothing."""
         for stream in self._streams:
             stream.given_back += self._follow_mixture and stream.source.environment == environment
 
@@ -130,7 +123,7 @@ class TaskSchedule:
         return {stream.source.environment: stream.drawn for stream in self._streams}
 
     def skip(self, drawn: Mapping[str, int]) -> None:
-        """Goes on behind the tasks that were drawn before, by environment."""
+        """Goes on behind the tasks drawn before, by environment."""
         for stream in self._streams:
             stream.drawn += drawn.get(stream.source.environment, 0)
             stream.before = stream.drawn if self._follow_mixture else 0
@@ -149,7 +142,7 @@ class PlanLimits:
     group_sizes: Mapping[str, int]
     """Rollouts a task, by environment."""
     least_rollouts: Mapping[str, int]
-    """Fewest rollouts of a group that loses some, by environment."""
+    """Of a group that loses some, by environment."""
     max_inflight_rollouts: int | None = None
     last_step: int | None = None
 
@@ -159,7 +152,7 @@ class PlanLimits:
 
 
 class WorkPlan:
-    """State: the next step to take groups for, the active version, groups in flight and groups ready."""
+    """The next step, the active version, and the groups in flight and ready."""
 
     def __init__(
         self,
@@ -172,7 +165,7 @@ class WorkPlan:
         active_version: int,
         seed: int | None,
     ) -> None:
-        """Groups sample with seeds made from `seed`, or with none where it is None."""
+        """Without `seed` groups sample without seeds."""
         self.law = law
         self.limits = limits
         self.next_step = next_step
@@ -202,7 +195,7 @@ class WorkPlan:
         return self.limits.last_step is not None and self.next_step > self.limits.last_step
 
     def room(self) -> int:
-        """Rollouts whose groups may be dispatched now; the last group may go beyond."""
+        """Rollouts whose groups may be dispatched now."""
         newest = self.law.newest_admissible_step(self.active_version)
         if self.limits.last_step is not None:
             newest = min(newest, self.limits.last_step)
@@ -220,12 +213,12 @@ class WorkPlan:
         self._slots_in_flight += self._size(ticket)
 
     def _lost(self, ticket: GroupTicket) -> None:
-        """The group comes to nothing: its slots are free, and its draw if the mixture is followed."""
+        """Its slots are free, and its draw if the mixture is followed."""
         self.slots -= self._size(ticket)
         self.schedule.give_back(ticket.task.environment)
 
     def dispatch(self, group_id: str) -> GroupTicket | None:
-        """Admits one more group under `group_id`; None while there is no room."""
+        """Admits one more group; None while there is no room."""
         if self.room() == 0:
             return None
         if self._again:
@@ -257,26 +250,25 @@ class WorkPlan:
     def resume_after(
         self, step: int, *, drawn: Mapping[str, int], next_sequence: int, again: Sequence[GroupTicket]
     ) -> None:
-        """Goes on behind the last batch of an earlier process, and the tasks that it drew, beginning with the tickets
-        `again`."""
+        """Goes on behind the last batch of an earlier process and the tasks that it drew, with the tickets `again`
+        first."""
         self.next_step = step + 1
         self.schedule.skip(drawn)
         self._sequence = max(self._sequence, next_sequence)
         self._again.extend(replace(ticket, replaces=ticket.group_id) for ticket in again)
 
     def readmit(self, group: RolloutGroup) -> Screened:
-        """Judges a group that an earlier process finished; kept rollouts wait for a step as any other."""
+        """Judges a group that an earlier process finished."""
         self._begin(group.ticket)
         return self.finish(group)
 
     def finish(self, group: RolloutGroup) -> Screened:
-        """Judges a group that is over; kept rollouts wait for a step, a dropped group frees its slots."""
+        """Judges a group that is over: kept rollouts wait for a step, a dropped group frees its slots."""
         self._slots_in_flight -= self._size(self._in_flight.pop(group.ticket.group_id))
         return self._judge(group, group.rollouts)
 
     def take_back(self, step: int, groups: Sequence[RolloutGroup]) -> list[Screened]:
-        """Takes back groups of the batches of `step` and after, as far as they are `kept`: `step` is next again.
-        Returns the rest of each."""
+        """Judges the `kept` rollouts of dissolved batches; `step`, the first of these, is next again."""
         self.next_step = step
         self.slots += sum(self._size(group.ticket) for group in groups)
         return [self._judge(group, group.kept) for group in groups]
@@ -293,15 +285,15 @@ class WorkPlan:
         return screened
 
     def activated(self, version: int) -> None:
-        """Engines serve `version` now; an older one than known changes nothing."""
+        """Engines serve `version` or a newer one."""
         self.active_version = max(self.active_version, version)
 
     def rolled_back(self, version: int) -> None:
-        """The trainer restarted at `version`: engines come to serve it, or later ones made again."""
+        """The trainer restarted at `version`."""
         self.active_version = min(self.active_version, version)
 
     def stale_in_flight(self) -> list[str]:
-        """Groups in flight that began on a version too old for the next step."""
+        """Groups that began on a version too old for the next step."""
         return [
             group_id
             for group_id, ticket in self._in_flight.items()
@@ -309,7 +301,7 @@ class WorkPlan:
         ]
 
     def drop_stale(self) -> list[tuple[Rollout, DropReason]]:
-        """Drops rollouts that the next step may not train on; returns them with the reasons."""
+        """Drops what the next step may not train on."""
         dropped: list[tuple[Rollout, DropReason]] = []
         for group_id, group in list(self._ready.items()):
             least = self.limits.least_rollouts[group.ticket.task.environment]
@@ -324,9 +316,9 @@ class WorkPlan:
         return dropped
 
     def take(self) -> list[RolloutGroup] | None:
-        """The groups of the next step, first dispatched first, once there are enough; then the step after is next. Call
-        drop_stale first. None while too few groups are ready. A synchronous step takes all that was begun for it, which
-        would otherwise be of another version than the next step's."""
+        """The groups of the next step, first dispatched first; None while too few are ready. Call drop_stale first. A
+        synchronous step takes all that was begun for it, which would otherwise be of another version than the next
+        step's."""
         synchronous = self.law.synchronous
         if synchronous and self._in_flight:
             return None
@@ -346,7 +338,7 @@ class WorkPlan:
 
 
 def screen_stale(rollouts: Sequence[Rollout], *, step: int, law: StalenessLaw, least: int) -> Screened:
-    """Drops rollouts that `step` may not train on any more."""
+    """Drops what `step` may not train on any more."""
     kept: list[Rollout] = []
     stale: list[tuple[Rollout, DropReason]] = []
     for rollout in rollouts:

@@ -34,7 +34,7 @@ ECHO_WEIGHT = 0.1
 
 
 def build_recipes(algos: Mapping[str, AlgoConfig], of_rewards: AdvantageConfig, *, seq_len: int) -> Recipes:
-    """From the configured algorithm of each environment. Raises RunError for a custom one that cannot be made."""
+    """By environment. Raises RunError for a custom algorithm that cannot be made."""
     recipes = Recipes({name: _build_recipe(algo, of_rewards, seq_len) for name, algo in algos.items()})
     for name, recipe in recipes.by_environment.items():
         if recipe.sampler is Actor.TEACHER and algos[name].type != "sft":
@@ -73,8 +73,8 @@ def _build_recipe(algo: AlgoConfig, of_rewards: AdvantageConfig, seq_len: int) -
 
 
 def build_advantage(config: AdvantageConfig) -> Advantage:
-    """The configured advantage, of rewards less the length penalty if there is one. Raises RunError, which names the
-    key, for a function that cannot be called, and later for a result that no batch can be made of."""
+    """The configured advantage, of rewards less the length penalty. Raises RunError for a function that cannot be
+    called, and later for a result that no batch can be made of."""
     if config.import_path is None:
         advantage = ADVANTAGES[config.type]
     else:

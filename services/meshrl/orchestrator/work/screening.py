@@ -1,7 +1,4 @@
-"""Judges groups of rollouts that are over: which rollouts carry a gradient.
-
-Used by the plan; what is dropped is counted under its DropReason, for the record of a step and for the ledger.
-"""
+"""Judges groups of rollouts that are over: which rollouts carry a gradient."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ class DropReason(enum.Enum):
     NOT_FINITE = "reward_not_finite"
     """The reward is NaN or infinite."""
     GROUP_LOST = "group_lost"
-    """Fewer rollouts of its group are left than its algorithm needs."""
+    """Fewer of its group are left than its algorithm needs."""
     ZERO_SIGNAL = "zero_signal"
     """All rewards of its group are equal."""
     STALE = "stale"
@@ -32,13 +29,13 @@ class DropReason(enum.Enum):
     REFUSED = "refused_by_trainer"
     """The trainer refused a batch because of it."""
     UNTRAINABLE = "untrainable"
-    """No token that its algorithm trains fits into the token budget, or it has none."""
+    """It has no token that its algorithm trains, or none within the token budget."""
     RUN_ENDED = "run_ended"
     """The run ended before a step took it."""
     RESTARTED = "orchestrator_restarted"
-    """It was in flight when the orchestrator ended; a rollout that had come back is never dropped for it."""
+    """It was in flight when the orchestrator ended."""
     UNDONE = "step_undone"
-    """The trainer forgot its step, and it is no longer kept."""
+    """The trainer forgot its step, and its payload is gone."""
     DAMAGED = "payload_damaged"
     """Its ledger entry is damaged."""
     REMOVED = "environment_removed"
@@ -49,7 +46,7 @@ class DropReason(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Screened:
-    """The rollouts of a group that may be trained on, and those dropped with the reason."""
+    """The rollouts of a group that may be trained on, and the others."""
 
     kept: tuple[Rollout, ...]
     dropped: tuple[tuple[Rollout, DropReason], ...]
@@ -60,7 +57,7 @@ class Screened:
 
 
 def with_survivors(kept: Sequence[Rollout], dropped: Sequence[tuple[Rollout, DropReason]], *, least: int) -> Screened:
-    """Drops the survivors too when they are fewer than `least`, which their algorithm needs."""
+    """Drops the survivors too when their algorithm needs more."""
     if len(kept) >= least:
         return Screened(kept=tuple(kept), dropped=tuple(dropped))
     lost = [(rollout, DropReason.GROUP_LOST) for rollout in kept]
@@ -70,8 +67,7 @@ def with_survivors(kept: Sequence[Rollout], dropped: Sequence[tuple[Rollout, Dro
 def screen_finished(
     rollouts: Sequence[Rollout], *, drop_empty: bool, drop_zero_signal: bool, tolerance: float, least: int
 ) -> Screened:
-    """Judges a whole group: first drops unusable rollouts, of which `least` must be left, then groups without
-    signal."""
+    """First drops unusable rollouts, of which `least` must be left, then groups without signal."""
     kept: list[Rollout] = []
     dropped: list[tuple[Rollout, DropReason]] = []
     for rollout in rollouts:
@@ -101,7 +97,7 @@ def has_zero_signal(rollouts: Iterable[Rollout], tolerance: float) -> bool:
 
 
 WAITS = ("time/wait_for_rollouts", "time/wait_for_ckpt")
-"""Seconds that each step's record has; others it has where there were any."""
+"""Each step's record has these seconds; others where there were any."""
 
 
 @dataclass(kw_only=True)
