@@ -1,9 +1,8 @@
 """Turns the rewards of a group into advantages; between scoring and packing in the orchestrator.
 
-Every function takes the rewards and the sampled lengths of one group and returns float32 advantages, one a rollout. A
-group of equal rewards has no signal: all zeros. All raise ValueError for an empty group, arrays that differ in length
-or a reward that is not finite. An advantage holds for each token of its rollout; its normaliser is the group, that of
-the loss is chosen in `objective`. A length penalty comes off the rewards first.
+Every function takes the rewards and the sampled lengths of one group and returns float32 advantages, one a rollout:
+zeros for equal rewards, which have no signal. All raise ValueError for an empty group, arrays that differ in length or
+a reward that is not finite. The normaliser of the loss is chosen in `objective`.
 
 Notation: R_i the reward of rollout i, l_i its sampled tokens. Shapes: G rollouts of one task.
 """
@@ -21,10 +20,8 @@ Advantage = Callable[[Sequence[float], Sequence[int]], NDArray[np.float32]]
 
 
 def mean_baseline_advantages(rewards_G: Sequence[float], lengths_G: Sequence[int]) -> NDArray[np.float32]:
-    """A_i = R_i - sum_j R_j / G: the baseline of GRPO without its division (Dr. GRPO, arXiv 2503.20783).
-
-    Division by the standard deviation would weigh those tasks most that are almost always or almost never solved.
-    """
+    """A_i = R_i - sum_j R_j / G: the baseline of GRPO without its division, which would weigh those tasks most that are
+    almost always or almost never solved (Dr. GRPO, arXiv 2503.20783)."""
     rewards = _checked(rewards_G, lengths_G)
     return _relative_to(rewards, np.full_like(rewards, rewards.mean()))
 
@@ -38,8 +35,8 @@ def grpo_advantages(rewards_G: Sequence[float], lengths_G: Sequence[int]) -> NDA
 
 
 def rloo_advantages(rewards_G: Sequence[float], lengths_G: Sequence[int]) -> NDArray[np.float32]:
-    """A_i = R_i - sum_{j != i} R_j / (G - 1): the mean of the other rollouts as baseline (RLOO, arXiv 2402.14740). A
-    group of one has no others: zero."""
+    """A_i = R_i - sum_{j != i} R_j / (G - 1): the mean of the others as baseline (RLOO, arXiv 2402.14740). A group of
+    one has no others: zero."""
     rewards = _checked(rewards_G, lengths_G)
     if rewards.size == 1:
         return np.zeros(1, dtype=np.float32)
@@ -47,8 +44,8 @@ def rloo_advantages(rewards_G: Sequence[float], lengths_G: Sequence[int]) -> NDA
 
 
 def opo_advantages(rewards_G: Sequence[float], lengths_G: Sequence[int]) -> NDArray[np.float32]:
-    """A_i = R_i - sum_j l_j R_j / sum_j l_j: the baseline of least gradient variance (OPO, arXiv 2505.23585). It is the
-    optimal one when the gradients of different tokens are about orthogonal and alike in norm."""
+    """A_i = R_i - sum_j l_j R_j / sum_j l_j: the baseline of least gradient variance (OPO, arXiv 2505.23585), if the
+    gradients of different tokens are about orthogonal and alike in norm."""
     rewards = _checked(rewards_G, lengths_G)
     weights = np.asarray(lengths_G, dtype=np.float64)
     if weights.min() < 0 or weights.sum() == 0:
@@ -65,28 +62,24 @@ ADVANTAGES: Mapping[str, Advantage] = {
 
 
 Penalty = Callable[[Sequence[int]], NDArray[np.float64]]
-"""From the sampled lengths of a group to each reward's deduction."""
+"""From a group's sampled lengths to each reward's deduction."""
 
 
 def soft_overlong_penalty(
     lengths_G: Sequence[int], *, max_length: int, buffer_length: int, weight: float = 1.0
 ) -> NDArray[np.float64]:
-    """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13), as a positive penalty.
-
-    0 up to max_length - buffer_length tokens, then linear in the length up to `weight` at max_length, and `weight`
-    beyond; 0 < buffer_length <= max_length.
-    """
+    """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13), as a positive penalty: 0 up to max_length -
+    buffer_length tokens, then linear up to `weight` at max_length."""
     excess = np.asarray(lengths_G, dtype=np.float64) - (max_length - buffer_length)
     return weight * np.clip(excess / buffer_length, 0.0, 1.0)
 
 
 def per_token_penalty(lengths_G: Sequence[int], *, coefficient: float) -> NDArray[np.float64]:
-    """coefficient * l_i: each sampled token costs the same."""
     return coefficient * np.asarray(lengths_G, dtype=np.float64)
 
 
 def penalise_length(advantage: Advantage, penalty: Penalty) -> Advantage:
-    """`advantage` of the rewards less the penalty; rollouts of equal reward then differ by their length."""
+    """`advantage` of the rewards less the penalty."""
 
     def penalised(rewards_G: Sequence[float], lengths_G: Sequence[int]) -> NDArray[np.float32]:
         return advantage((_checked(rewards_G, lengths_G) - penalty(lengths_G)).tolist(), lengths_G)
@@ -95,11 +88,9 @@ def penalise_length(advantage: Advantage, penalty: Penalty) -> Advantage:
 
 
 def load_custom_advantage(import_path: str, kwargs: Mapping[str, object], *, key: str = "advantage") -> Advantage:
-    """A user's function `fn(rewards_G, lengths_G, **kwargs) -> array (G,)`, which gets float64 and int64 arrays.
-
-    `key` is the config section in errors. Raises ValueError here for a function that cannot be imported or called so,
-    and from the advantage for a result that is not G finite numbers.
-    """
+    """A user's function `fn(rewards_G, lengths_G, **kwargs) -> array (G,)`, which gets float64 and int64 arrays. `key`
+    is the section in errors. Raises ValueError here for a function that cannot be imported or called so, and from the
+    advantage for a result that is not G finite numbers."""
     function = load_function(import_path, kwargs, key=key, positional=("rewards_G", "lengths_G"))
 
     def custom_advantages(rewards_G: Sequence[float], lengths_G: Sequence[int]) -> NDArray[np.float32]:

@@ -1,15 +1,12 @@
 """Divides samples among packed rows, and rows among ranks, so that no rank waits long for another; used by `packing`.
 
 With sharded parameters every rank runs as many rows, and at each micro-step all wait for the one whose row costs most.
-What a step costs is therefore the sum over micro-steps of the costliest row: `waiting_cost`. Its lower bound is the
-cost of all samples divided by the number of ranks.
+What a step costs is the sum over micro-steps of the costliest row: `waiting_cost`.
 
-A sample of T tokens costs T + attention * T^2: projections grow with its tokens, causal attention with their
-square, and packed attention never crosses samples. With N weights in matrices (the head included), L layers, H heads
-of D each, training takes 6 N T FLOPs in the matrices and 6 L H D T^2 in attention (forward 2, backward 4; causal
-counted once), so attention = L H D / N: 1 / 10 400 tokens for Qwen3-0.6B, 1 / 27 000 for Qwen3-4B, 1 / 76 000
-for Qwen2.5-7B. The default, 1 / 16 384, lies between small models: measured attention is less efficient than matrix
-products, which moves the point where both cost the same to shorter samples.
+A sample of T tokens costs T + attention * T^2: packed attention never crosses samples. With N weights in matrices, L
+layers, H heads of D each, training takes 6 N T FLOPs in the matrices and 6 L H D T^2 in causal attention, so attention
+= L H D / N: 1 / 10 400 for Qwen3-0.6B, 1 / 27 000 for Qwen3-4B, 1 / 76 000 for Qwen2.5-7B. The default lies between
+small models: measured attention is less efficient than matrix products.
 """
 
 from __future__ import annotations
@@ -18,11 +15,11 @@ import heapq
 from collections.abc import Sequence
 
 Rows = list[list[int]]
-"""The indices of each row's samples, ascending."""
+"""The indices of each row's samples."""
 
 
 ATTENTION_COST = 1.0 / 16384.0
-"""Of a pair of tokens, where a token's own cost is 1."""
+"""Of a pair of tokens, where a token costs 1."""
 
 
 def sample_cost(tokens: int) -> float:
@@ -34,9 +31,8 @@ def divide(lengths: Sequence[int], costs: Sequence[float], *, seq_len: int, dp_s
 
     There are as many rows as first-fit decreasing needs (at most 11/9 of the fewest plus one), rounded up to a multiple
     of dp_size while a row holds several samples. Of three divisions into that many rows the one of least `waiting_cost`
-    is taken: first-fit decreasing, each sample, longest first, to the row that costs least, or the latter with the rows
-    beside a very long sample filled up first. For one rank it is first-fit decreasing. Lengths and costs are those of
-    each sample. Raises ValueError for a sample longer than seq_len.
+    is taken: first-fit decreasing, each sample (longest first) to the row that costs least, and the latter with the
+    rows beside a very long sample filled up first. Raises ValueError for a sample longer than seq_len.
     """
     if lengths and max(lengths) > seq_len:
         raise ValueError(f"a sample of {max(lengths)} tokens does not fit into a row of {seq_len}; cut it first")
@@ -58,7 +54,7 @@ def divide(lengths: Sequence[int], costs: Sequence[float], *, seq_len: int, dp_s
 
 
 def waiting_cost(rows: Sequence[Sequence[int]], costs: Sequence[float], dp_size: int) -> float:
-    """Sum over micro-steps of the costliest row; rows in the order of `divide`, costs by sample."""
+    """Rows in the order of `divide`, costs by sample."""
     totals = [sum(costs[index] for index in row) for row in rows]
     return sum(max(totals[start : start + dp_size]) for start in range(0, len(totals), dp_size))
 
@@ -95,7 +91,7 @@ def _filled_to_the_longest(
     dp_size: int,
     seq_len: int,
 ) -> Rows | None:
-    """Rows of like cost by micro-step. None when a sample finds no room in num_rows of them."""
+    """None when a sample finds no room in num_rows."""
     rows: Rows = []
     left = longest_first
     while left and num_rows - len(rows) > dp_size:

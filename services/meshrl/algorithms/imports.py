@@ -1,4 +1,4 @@
-"""Imports a user's own function by its path; for the custom advantage, loss and algorithm."""
+"""Imports a user's own function by its path."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from collections.abc import Callable, Mapping
 def load_function(
     import_path: str, kwargs: Mapping[str, object], *, key: str, positional: tuple[str, ...]
 ) -> Callable[..., object]:
-    """Imports `package.module.function` (or `package.module:function`).
-
-    `key` is the config section, `positional` the arguments ahead of `kwargs`, for errors. Raises ValueError, with the
-    remedy, when the function is not there or cannot be called so.
-    """
+    """Imports `package.module.function` (or `package.module:function`). `key`, the section, and `positional`, the
+    arguments ahead of `kwargs`, are for errors. Raises ValueError, with the remedy, when it is not there or cannot be
+    called so."""
     module_name, _, name = import_path.replace(":", ".").rpartition(".")
     where = f"{key}.import_path {import_path!r}"
     if not module_name or not name:

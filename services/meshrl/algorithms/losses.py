@@ -1,12 +1,12 @@
 """The policy losses: what a step minimises over its sampled tokens; `objective` calls one for each packed row.
 
-Every loss returns one value a token, neither weighted nor divided: `objective.Objective` chooses the normaliser, whose
-count is that of the whole batch over all micro-batches and ranks. So a gradient does not depend on how a batch is cut
-into micro-batches. Each docstring names the normaliser of its paper.
+Every loss returns one value a token, neither weighted nor divided: `objective.Objective` chooses the normaliser, a
+count of the whole batch, so a gradient does not depend on how a batch is cut into micro-batches. Each docstring names
+the normaliser of its paper.
 
 Notation: p the probability of the sampled token under the policy that is trained, q under the one that sampled it, A
-its advantage, r = p / q. Importance ratios are saturated where |log r| > LOG_RATIO_LIMIT: there they are an accident of
-numerics, and their gradient is zero instead of an overflow.
+its advantage, r = p / q. Where |log r| > LOG_RATIO_LIMIT, an accident of numerics, ratios are saturated and have no
+gradient.
 
 Shapes: N sampled tokens of a row, S sequences in it, L tokens of one sequence.
 """
@@ -40,7 +40,7 @@ class LossInputs:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LossOutput:
-    """The loss of each token (N,), the tokens kept out of the policy gradient, and metrics."""
+    """Each token's loss (N,), the tokens kept out of the policy gradient, and metrics."""
 
     per_token: torch.Tensor
     masked: torch.Tensor  # bool (N,)
@@ -57,11 +57,10 @@ def dppo_kl_loss(inputs: LossInputs, *, mask_low: float, mask_high: float, adv_t
         keep = 0  where A > 0 and p - q > mask_high,
                   or A < 0 and q - p > mask_low,  else 1
 
-    The mask is the binary total-variation variant of DPPO (arXiv 2602.04879, "Rethinking the Trust Region in LLM
-    Reinforcement Learning"): unlike a ratio, a difference of probabilities does not punish rare tokens, and only
-    moves that lead further away in the direction of the advantage are stopped. The squared log-ratio is the KL term of
-    Kimi K2.5 (arXiv 2602.02276); it holds for masked tokens too, so they are pulled back.
-    Normaliser: sampled tokens of the whole batch (TOKEN).
+    The mask is the binary total-variation variant of DPPO (arXiv 2602.04879): unlike a ratio, a difference of
+    probabilities does not punish rare tokens, and only moves that lead further away are stopped. The squared log-ratio
+    is the KL term of Kimi K2.5 (arXiv 2602.02276); it holds for masked tokens too, so they are pulled back. Normaliser:
+    TOKEN.
     """
     log_ratio_N = _log_ratio(inputs)
     change_N = inputs.logprobs.detach().exp() - inputs.inference_logprobs.exp()
@@ -80,9 +79,8 @@ def aipo_loss(inputs: LossInputs, *, delta: float) -> LossOutput:
 
         loss = -min(r, delta) * A * log p,   no gradient through min(r, delta)
 
-    One-sided clipping corrects for the policy that sampled the token and bounds the variance; where r is below delta
-    the gradient is that of -A * r. No token is masked.
-    Normaliser: sampled tokens of the whole batch (TOKEN).
+    One-sided clipping corrects for the policy that sampled the token and bounds the variance. No token is masked.
+    Normaliser: TOKEN.
     """
     ratio_N = saturated_ratio(_log_ratio(inputs)).detach()
     return LossOutput(
@@ -99,8 +97,7 @@ def grpo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float) -> LossO
 
     A clipped token (A > 0 and r > 1 + clip_high, or A < 0 and r < 1 - clip_low) has no gradient and counts as masked.
     For A < 0 there is no upper bound on r, as in the papers. GRPO's KL term to a reference is the objective's ref_kl.
-    Normaliser: GRPO averages over each sequence, then over sequences (SEQUENCE). DAPO averages over the tokens of the
-    batch (TOKEN). Dr. GRPO (2503.20783) divides each sequence by one constant length (FIXED).
+    Normaliser: SEQUENCE in GRPO, TOKEN in DAPO, FIXED in Dr. GRPO (2503.20783).
     """
     return _clipped_surrogate(inputs, saturated_ratio(_log_ratio(inputs)), clip_low, clip_high)
 
@@ -111,10 +108,8 @@ def gspo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float) -> LossO
         s = exp(mean over the sequence's tokens of log r)
         loss = -min(s * A, clip(s, 1 - clip_low, 1 + clip_high) * A)   for each token of the sequence
 
-    The gradient flows through s to all its tokens, so that a token's is -s * A / len where the sequence is kept; the
-    tokens of a clipped sequence count as masked. Advantages that differ within a sequence are weighed by the same s.
-    The mean is taken in float64: the clip bounds of the paper (3e-4 and 4e-4) are small.
-    Normaliser: the paper's objective is the mean over sequences (SEQUENCE, which cancels the repetition).
+    The gradient flows through s to all its tokens; those of a clipped sequence count as masked. The mean is taken in
+    float64: the clip bounds of the paper (3e-4 and 4e-4) are small. Normaliser: SEQUENCE, which cancels the repetition.
     """
     ids_N = inputs.sequence_ids
     lengths_S = torch.bincount(ids_N, minlength=inputs.num_sequences).clamp(min=1)
@@ -129,9 +124,8 @@ def cispo_loss(inputs: LossInputs, *, clip_high: float, clip_low: float | None =
 
         loss = -sg(clip(r, 1 - clip_low, 1 + clip_high)) * A * log p
 
-    Unlike PPO's, the clip bounds a weight and stops no gradient, so no token is masked. The paper tunes the upper
-    bound and leaves the lower one open: clip_low None.
-    Normaliser: sampled tokens of the group in the paper, of the whole batch here (TOKEN).
+    Unlike PPO's, the clip bounds a weight and stops no gradient, so no token is masked. The paper leaves the lower
+    bound open: clip_low None. Normaliser: the tokens of the group in the paper, of the whole batch here (TOKEN).
     """
     ratio_N = saturated_ratio(_log_ratio(inputs)).detach()
     floor = 0.0 if clip_low is None else 1.0 - clip_low
@@ -147,13 +141,13 @@ def cispo_loss(inputs: LossInputs, *, clip_high: float, clip_low: float | None =
 
 
 def cross_entropy_loss(inputs: LossInputs) -> LossOutput:
-    """Supervised fine-tuning: -log p of each token, whatever its advantage and sampling logprob."""
+    """-log p of each token, whatever its advantage."""
     return LossOutput(per_token=-inputs.logprobs, masked=_none(inputs))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SequenceInputs:
-    """What a custom loss sees: the sampled tokens of one sequence, float32 (L,) each."""
+    """A custom loss gets the sampled tokens of one sequence, float32 (L,) each."""
 
     logprobs: torch.Tensor  # log p; carries the gradient
     inference_logprobs: torch.Tensor  # log q
@@ -162,7 +156,7 @@ class SequenceInputs:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SequenceLoss:
-    """What a custom loss returns: a scalar, the sum over the sequence's tokens, and scalars to report."""
+    """A custom loss returns a scalar, the sum over the sequence's tokens, and scalars to report."""
 
     loss: torch.Tensor
     metrics: Mapping[str, torch.Tensor | float] = field(default_factory=dict)
@@ -171,10 +165,9 @@ class SequenceLoss:
 def load_custom_loss(import_path: str, kwargs: Mapping[str, object], *, key: str = "loss") -> Loss:
     """A user's function `fn(SequenceInputs, **kwargs) -> SequenceLoss` as a loss; it is called once a sequence.
 
-    A sequence's loss, like its metrics, is spread evenly over its tokens, so that every normaliser keeps its meaning:
-    TOKEN divides the sum of all losses by the tokens of the batch, SEQUENCE takes the mean of loss / L. No token counts
-    as masked. `key` is the config section in errors. Raises ValueError here for a function that cannot be imported or
-    called so, and from the loss for what is no SequenceLoss.
+    A sequence's loss, like its metrics, is spread evenly over its tokens, so that every normaliser keeps its meaning.
+    No token counts as masked. `key` is the section in errors. Raises ValueError here for a function that cannot be
+    imported or called so, and from the loss for another result.
     """
     function = load_function(import_path, kwargs, key=key, positional=("sequence",))
 
@@ -225,7 +218,7 @@ def _log_ratio(inputs: LossInputs) -> torch.Tensor:
 
 
 def _clipped_surrogate(inputs: LossInputs, ratio_N: torch.Tensor, clip_low: float, clip_high: float) -> LossOutput:
-    """-min(ratio * A, clip(ratio) * A), written so that a clipped token's ratio is out of the graph."""
+    """A clipped token's ratio is out of the graph."""
     high_N = (inputs.advantages > 0) & (ratio_N > 1.0 + clip_high)
     low_N = (inputs.advantages < 0) & (ratio_N < 1.0 - clip_low)
     bounded_N = torch.where(high_N, 1.0 + clip_high, torch.where(low_N, 1.0 - clip_low, ratio_N))
@@ -241,7 +234,7 @@ def _clipped_surrogate(inputs: LossInputs, ratio_N: torch.Tensor, clip_low: floa
 
 
 def saturated_ratio(log_ratio: torch.Tensor) -> torch.Tensor:
-    """exp(log r) with log r held within LOG_RATIO_LIMIT; its gradient outside is zero."""
+    """exp(log r), without a gradient beyond LOG_RATIO_LIMIT."""
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 

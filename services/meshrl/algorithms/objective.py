@@ -1,8 +1,7 @@
 """What a step minimises: an rl, a ce and a ref_kl term, each a weighted sum over its tokens divided by its own count.
 
-The learner calls `count` once for the whole batch and `objective_loss` once for each packed row. Every term is divided
-by a count of the whole batch (all micro-batches, all ranks), so the rows' losses add up to the objective, and neither
-the weights nor the number of tokens of one term change another. A term without tokens adds nothing.
+The learner calls `count` once for the whole batch and `objective_loss` once for each packed row. The counts are those
+of all micro-batches and ranks, so the rows' losses add up to the objective, and no term changes another.
 
     rl      sum_t rl_weight_t * w_t * loss_t / D                     loss_t: one of `losses`
             TOKEN     w = 1                                 D = rl tokens
@@ -14,14 +13,12 @@ the weights nor the number of tokens of one term change another. A term without 
             candidates   d_t = sum_k p_k * (log p_k - log ref_k) + p_rest * (log p_rest - log ref_rest)
 
 TOKEN is DAPO's normaliser (arXiv 2503.14476), SEQUENCE that of GRPO (arXiv 2402.03300) and GSPO (arXiv 2507.18071),
-FIXED that of Dr. GRPO (arXiv 2503.20783). The ref_kl value is the k2 estimator (http://joschu.net/blog/kl-approx.html):
-its expected on-policy gradient is the gradient of KL(p || ref) (arXiv 2510.01555), and r, cut off at ref_kl_delta and
-without a gradient, corrects for the policy that sampled the token; a token that no policy sampled has r = 1.
+FIXED that of Dr. GRPO (arXiv 2503.20783). The sampled ref_kl is the k2 estimator
+(http://joschu.net/blog/kl-approx.html): its expected on-policy gradient is that of KL(p || ref) (arXiv 2510.01555). r
+corrects for the policy that sampled the token; a token that no policy sampled has r = 1.
 
-A ref_kl token with candidates, the reference's likeliest tokens in its place, has the KL itself instead of a sample of
-it: over the candidates, and over all other tokens taken as one (the probability that is left). It is at most the whole
-KL(p || ref), and the same when every token of the vocabulary is a candidate. No token is sampled in it, so there is no
-r, and its gradient has no variance from sampling; a wrong token need not be sampled to be unlearned.
+A token with candidates, the reference's likeliest tokens in its place, has the KL over these and all other tokens as
+one: at most the whole KL(p || ref), without variance from sampling and without r.
 
 Shapes: P predicted tokens of a row (of any term), N those of the rl term, S sequences of the row, K candidates.
 """
@@ -44,7 +41,7 @@ LEAST_REST = 1e-6
 
 
 class Normaliser(enum.Enum):
-    """The divisor of the rl tokens' losses; the module's docstring has the formulas."""
+    """The divisor of the rl tokens' losses; see above."""
 
     TOKEN = "token"
     SEQUENCE = "sequence"
@@ -90,8 +87,8 @@ class Objective:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowTokens:
-    """The predicted tokens of a row, sequence after sequence; float32 (P,) by default. A term's weights are None if the
-    batch has none."""
+    """The predicted tokens of a row, sequence after sequence; float32 (P,) by default. A term without tokens has None
+    as weights."""
 
     logprobs: torch.Tensor  # log p; carries the gradient
     inference_logprobs: torch.Tensor  # log q; read where rl_mask or sampled is true
@@ -116,10 +113,9 @@ class RowLoss:
     """A row's share of the objective; the shares of all rows of all ranks add up to it.
 
     `total` is a scalar ready for backward, even when it is 0. The rest has no gradient. `per_token` (P,) is what each
-    token adds to the rl sum before its division by D, and `masked` bool (P,) which tokens the rl loss masked; both are
-    0 (False) outside the rl term. `metrics` holds scalars, each the row's share of the step's value: "rl", "ce" and
-    "ref_kl" (terms as they enter the total, absent where the batch has no token of one) and the rl loss's own (means
-    over the rl tokens). Add a metric up over rows and ranks; one that a row does not name is 0 there.
+    token adds to the rl sum before its division by D, and `masked` bool (P,) which tokens the rl loss masked. `metrics`
+    holds scalars to add up over rows and ranks: "rl", "ce" and "ref_kl" (absent where the batch has no token of one)
+    and the rl loss's own (means over the rl tokens).
     """
 
     total: torch.Tensor
@@ -129,7 +125,7 @@ class RowLoss:
 
 
 def count(micro_batches: Iterable[MicroBatch]) -> BatchCounts:
-    """From all micro-batches, those of other ranks too."""
+    """Of all micro-batches, those of other ranks too."""
     rl_tokens = rl_sequences = ce_tokens = ref_kl_tokens = 0
     for micro_batch in micro_batches:
         lengths = np.diff(micro_batch.sample_offsets)
@@ -202,8 +198,7 @@ def _ref_kl_sum(objective: Objective, row: RowTokens, weights_P: torch.Tensor) -
 
 
 def candidate_kl(logprobs_NK: torch.Tensor, reference_NK: torch.Tensor, given_NK: torch.Tensor) -> torch.Tensor:
-    """(N,) KL(p || ref) over the candidates that are given and all other tokens as one, in nats; computed in float64.
-    What is left to the other tokens is taken as at least LEAST_REST on both sides: below, it is rounding."""
+    """(N,) KL(p || ref) over the given candidates and all other tokens as one, in nats; computed in float64."""
     logp_NK = torch.where(given_NK, logprobs_NK.double(), -torch.inf)
     logref_NK = torch.where(given_NK, reference_NK.double(), -torch.inf)
     kl_NK = torch.where(given_NK, logp_NK.exp() * (logprobs_NK.double() - reference_NK.double()), 0.0)

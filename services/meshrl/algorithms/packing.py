@@ -1,7 +1,7 @@
 """Packs the samples of a step into rows of at most `seq_len` tokens; last thing the orchestrator does to a batch.
 
-A sample is packed when a term of the objective has a token of it: loss_mask marks those of rl, ce and ref_kl have those
-whose weight is not 0. `balance` chooses the row of each sample, `prefixes` the samples that share their beginning.
+A sample is packed when a term of the objective has a token of it: loss_mask marks those of rl, a weight other than 0
+those of ce and ref_kl. `balance` chooses the row of each sample, `prefixes` the samples that share their beginning.
 
 Shapes: T tokens of a sample or row, S samples of a row, K candidates of a token.
 """
@@ -24,8 +24,8 @@ from meshrl.wire.values import Array
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainSample:
-    """`advantage` holds for each of its loss tokens. Weights are None if no token has one: rl then weighs each of its
-    tokens 1, ce and ref_kl have no tokens."""
+    """`advantage` is of each loss token. Weights are None where no token has one; rl then weighs each of its tokens
+    1."""
 
     token_ids: NDArray[np.int32]  # (T,)
     loss_mask: NDArray[np.bool_]  # (T,) tokens the policy sampled; the first of a sample has nothing to predict it
@@ -47,25 +47,25 @@ class TrainSample:
 
     @property
     def first_term(self) -> int | None:
-        """Index of the first token of a term of the objective. None when there is none."""
+        """Index of the first token of any term."""
         terms = (self.loss_mask, self.ce_weights, self.ref_kl_weights)
         found = [int(np.argmax(tokens != 0)) for tokens in terms if tokens is not None and tokens.any()]
         return min(found, default=None)
 
     def part(self, start: int, stop: int | None = None) -> TrainSample:
-        """The tokens from `start` to before `stop`, with all that is kept a token."""
+        """The tokens from `start` to before `stop`."""
         arrays = {name: getattr(self, name) for name in ("token_ids", "loss_mask", "logprobs", *_ARRAYS)}
         return replace(self, **{name: array[start:stop] for name, array in arrays.items() if array is not None})
 
 
 _WEIGHTS = {"rl_weights": 1.0, "ce_weights": 0.0, "ref_kl_weights": 0.0, "ref_logprobs": 0.0}
-"""Of a sample without weights in a row where another has them."""
+"""Of a sample without weights in a row that has them."""
 
 _CANDIDATES: Mapping[str, tuple[float, type[np.generic]]] = {
     "ref_top_ids": (-1, np.int32),
     "ref_top_logprobs": (0.0, np.float32),
 }
-"""The same for candidates, of which a sample may also have fewer, and their types."""
+"""The same for candidates, and their types; a sample may also have fewer."""
 
 _ARRAYS = (*_WEIGHTS, *_CANDIDATES, "routed_experts")
 
@@ -89,11 +89,10 @@ def pack_samples(
 ) -> Packing:
     """Packs samples into about as few rows as can hold them, of like cost across ranks at each micro-step.
 
-    Rows come micro-step by micro-step, one a rank; a multiple of dp_size, if need be by rows without loss. A sample
-    longer than seq_len is truncated at its tail; one without any token to train on is left out. With
-    `min_shared_prefix` samples of a group share a beginning of at least this share of their tokens, unless that costs
-    more waiting between ranks than it saves. Deterministic. Raises ValueError for a sample whose arrays differ in
-    length, with only one of ref_kl_weights and ref_logprobs, and when nothing is left to train on.
+    Rows come micro-step by micro-step, one a rank; a multiple of dp_size, if need be by rows without loss. A longer
+    sample is truncated at its tail; one without a token to train on is left out. With `min_shared_prefix` samples of a
+    group share a beginning of at least this share of their tokens, unless that costs more waiting between ranks than it
+    saves. Deterministic. Raises ValueError for inconsistent arrays, and when nothing is left to train on.
     """
     if seq_len < 2 or dp_size < 1:
         raise ValueError(f"seq_len must be at least 2 and dp_size at least 1, got {seq_len} and {dp_size}")
@@ -148,8 +147,7 @@ def _rows(
 
 
 def _fit(sample: TrainSample, seq_len: int) -> TrainSample:
-    """The sample's first seq_len tokens, the first of which belongs to no term. Raises ValueError for inconsistent
-    arrays."""
+    """The first seq_len tokens, the first of which belongs to no term. Raises ValueError for inconsistent arrays."""
     length, what = len(sample.token_ids), f"sample of rollout {sample.rollout_id!r}"
     if len(sample.loss_mask) != length or len(sample.logprobs) != length:
         raise ValueError(
@@ -208,7 +206,7 @@ def _micro_batch(kept: Sequence[TrainSample], row: Sequence[Bundle], dp_rank: in
 
 
 def _has_logprobs(sample: TrainSample) -> NDArray[np.bool_]:
-    """(T,) tokens whose sampling logprob the objective reads: those of rl, and of ref_kl for its ratio."""
+    """(T,) tokens whose sampling logprob the objective reads."""
     if sample.ref_kl_weights is None or not sample.ref_kl_sampled:
         return sample.loss_mask
     known: NDArray[np.bool_] = sample.loss_mask | (sample.ref_kl_weights != 0)
@@ -227,7 +225,7 @@ def _weights(samples: Sequence[TrainSample], name: str) -> NDArray[np.float32] |
 
 
 def _candidates(samples: Sequence[TrainSample], name: str) -> Array | None:
-    """(T, K) of the row, as wide as the sample with most candidates."""
+    """(T, K), as wide as the sample with most candidates."""
     arrays: list[Array | None] = [getattr(sample, name) for sample in samples]
     width = max((array.shape[1] for array in arrays if array is not None), default=0)
     if width == 0:

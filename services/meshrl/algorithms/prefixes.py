@@ -1,11 +1,11 @@
 """Finds samples that begin alike, so that a row can hold their beginning once; used by `packing` before it makes rows.
 
 The rollouts of a group repeat its prompt, and the samples of one rollout may repeat its history. A sample shares the
-first P tokens of another, its root, when both have the same P first tokens and no term of the objective has one of its
-own among them: its loss would be lost. Sharing is one level deep: the root has all of its tokens.
+first P tokens of another, its root, when both have them and no term of the objective has one of its own among them: its
+loss would be lost. The root has all of its tokens.
 
-With a root of R tokens and samples of P_i + L_i, a bundle holds R + sum L_i tokens instead of R + sum (P_i + L_i). The
-rest of a sample costs L + attention * ((P + L)^2 - P^2) (see `balance`): its tokens still see the prefix.
+With a root of R tokens and samples of P_i + L_i, a bundle holds R + sum L_i tokens. The rest of a sample costs L +
+attention * ((P + L)^2 - P^2) (see `balance`): its tokens still see the prefix.
 
 Shapes: T tokens of a sample.
 """
@@ -45,10 +45,10 @@ class Bundle:
 
 
 def bundles(samples: Sequence[Beginning], *, max_tokens: int, parts: int, min_share: float) -> list[Bundle]:
-    """Every sample in one bundle of at most max_tokens; samples that share nothing are bundles of their own.
+    """Every sample in one bundle of at most max_tokens, alone if it shares nothing.
 
     A sample shares when the prefix is at least `min_share` of its tokens. A bundle too large for an even share of
-    `parts` is divided, each part with a root of its own, so that no rank trains a group that others wait for.
+    `parts` is divided, so that no rank trains a group that others wait for.
     """
     found: list[Bundle] = []
     roots: dict[Hashable, list[int]] = {}
@@ -76,7 +76,7 @@ def _common(root: Beginning, sample: Beginning) -> int:
 
 
 def _divided(bundle: Bundle, lengths: Sequence[int], limit: int) -> list[Bundle]:
-    """Parts of at most `limit` tokens. A part after the first begins with a sample as its root.
+    """Parts of at most `limit` tokens; each begins with a sample as its root.
 
     Members come by descending prefix, so that root shares at least as much with the first one as the members after it.
     """

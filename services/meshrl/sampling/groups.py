@@ -1,4 +1,4 @@
-"""A group of rollouts of one task, from its ticket to its results; filled by the sampler."""
+"""A group of rollouts of one task, from its ticket to its results."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from meshrl.core.metrics.statistics import distribution
 from meshrl.wire.types import Rollout, RolloutFailure
 
 RESEED = 2**31
-"""Between the seeds of a group and of its completion, which would otherwise sample the same rollouts."""
+"""Between the seeds of a group and of its completion: the same ones would sample the same rollouts."""
 
 MOVED = 2**30
-"""Between the seeds of a group and of its rollouts that are sampled again because their service was lost."""
+"""The same for rollouts sampled again because their service was lost."""
 
 
 def rollout_seed(seed: int, place: int) -> int:
-    """The seed of a rollout of a run of `seed`, by its place among those of an environment or of the run."""
+    """By the rollout's place among those of an environment or of the run."""
     return ((seed % 2**31) << 32) + place
 
 
@@ -38,23 +38,23 @@ class GroupTicket:
     min_version: int
     active_version: int
     seed: int | None
-    """Of its first rollout, and one more for each after it; None leaves the draw to the engines."""
+    """Of its first rollout, one more for each after it; None leaves the draw to the engines."""
     sequence: int = 0
-    """Its place in the order of tasks; a group that is dispatched again keeps it."""
+    """Its place in the order of tasks, which it keeps when it is dispatched again."""
     replaces: str = ""
-    """The group of an earlier process that this one completes."""
+    """The group of an earlier process that it completes."""
 
     def for_missing(self, missing: int, *, reseeds: int = 0, moves: int = 0) -> GroupTicket:
-        """The same task for the rollouts that are missing, or were lost with their services, `moves` of them so far;
-        with neither it samples with the same seeds again."""
+        """The same task for the missing rollouts, `moves` of them lost with their services; with neither number the
+        seeds are the same again."""
         seed = None if self.seed is None else (self.seed + reseeds * RESEED + moves * MOVED) % 2**63
         return replace(self, size=missing, seed=seed)
 
 
 @dataclass(kw_only=True)
 class RolloutGroup:
-    """Rollouts of one task. It is over once each finished, failed or was cancelled, or its stream broke. `kept` are
-    those that may be trained on, once the plan of work has judged it."""
+    """Over once each rollout finished, failed or was cancelled, or its stream broke. `kept` may be trained on, once the
+    plan of work has judged it."""
 
     ticket: GroupTicket
     rollouts: list[Rollout] = field(default_factory=list)
@@ -72,7 +72,7 @@ class RolloutGroup:
 
     @property
     def episodes(self) -> int:
-        """Finished episodes: one that several agents play has a rollout of each."""
+        """Finished ones: an episode has a rollout of each agent."""
         return max(Counter(rollout.agent for rollout in self.rollouts).values(), default=0)
 
     @property
@@ -80,15 +80,14 @@ class RolloutGroup:
         return len(self.failures) + self.lost
 
     def carry(self, rollouts: Sequence[Rollout]) -> None:
-        """Adds rollouts of the same task from an earlier process."""
+        """Adds rollouts of an earlier process."""
         self.rollouts[:0] = rollouts
         self.carried += len(rollouts)
 
 
 def eval_metrics(name: str, groups: Sequence[RolloutGroup], *, k: int, pass_threshold: float) -> dict[str, float]:
-    """`eval/{name}/avg@k` is the mean reward; `pass@k` the share of tasks with a reward of at least `pass_threshold`.
-    Both are over the `scored` rollouts of those `asked` for, without tasks that have none. `failed` is the share of
-    unfinished rollouts."""
+    """`eval/{name}/avg@k` is the mean reward, `pass@k` the share of tasks with a reward of at least `pass_threshold`,
+    both over the `scored` rollouts of those `asked` for. `failed` is the share of unfinished rollouts."""
     answered = [group for group in groups if group.rollouts]
     rollouts = [rollout for group in answered for rollout in group.rollouts]
     asked = sum(group.ticket.size for group in groups)

@@ -16,41 +16,40 @@ from meshrl.wire.errors import Reason
 from meshrl.wire.types import EnvironmentInfo
 
 HALF_LIFE_S = 60.0
-"""Half-life of a service's record, so that a change of speed shows within minutes."""
+"""Of a service's record, so that a change of speed shows within minutes."""
 
 QUARANTINED_AFTER = 3
 FIRST_QUARANTINE_S = 30.0
 LONGEST_QUARANTINE_S = 960.0
-"""Longest time for which a service is left out for an environment of which it failed QUARANTINED_AFTER groups in a
-row."""
+"""For an environment of which a service failed QUARANTINED_AFTER groups in a row."""
 
 _MAY_PASS = frozenset({Reason.CANCELLED, Reason.DUPLICATE_REQUEST})
-"""Not signs of an absent service: gRPC's server cancels a call that its application has not taken up in time, and a
-service that has not noticed its broken stream reports that the group is running."""
+"""gRPC's server cancels a call that its application has not taken up in time, and a service that has not noticed its
+broken stream reports that the group is running: neither is absent."""
 
 
 class HostState(enum.Enum):
-    """Whether groups may be sent to a service. There is no order: any state may follow any other."""
+    """Any state may follow any other."""
 
     SERVING = "serving"
     DRAINING = "draining"
-    """It finishes what it has and takes nothing new."""
+    """It takes nothing new."""
     AWAY = "away"
     """It does not answer, or does not serve."""
 
 
 @dataclass
 class Quarantine:
-    """Groups of one environment that failed or timed out in a row, and until when that leaves the service out, each
-    time twice as long; a good group ends the count and the doubling."""
+    """Groups of one environment that failed in a row, and until when that leaves the service out, each time twice as
+    long; a good group ends the count and the doubling."""
 
     until_s: float = 0.0
     in_a_row: int = 0
     times: int = 0
 
     def group_failed(self, now_s: float) -> float:
-        """A group had only failures, or timed out; returns for how long the service is left out, or 0. After a time in
-        quarantine one such group is enough for the next."""
+        """Returns for how long the service is left out, or 0. After a time in quarantine one such group is enough for
+        the next."""
         self.in_a_row += 1
         if self.until_s > now_s or self.in_a_row < (1 if self.times else QUARANTINED_AFTER):
             return 0.0
@@ -59,7 +58,6 @@ class Quarantine:
         return lasts_s
 
     def group_went_well(self) -> None:
-        """A rollout of a group finished."""
         self.in_a_row = self.times = 0
 
 
@@ -78,7 +76,7 @@ class Achievement:
     _counted_s: float = 0.0
 
     def count(self, now_s: float, *, begun: int = 0, finished: int = 0, failed: int = 0, tokens: int = 0) -> None:
-        """Enters events at `now_s`; a rollout that neither finished nor failed has a negative `begun`."""
+        """A rollout that neither finished nor failed has a negative `begun`."""
         passed_s = max(0.0, now_s - self._counted_s)
         kept = 0.5 ** (passed_s / HALF_LIFE_S)
         self.busy_s = self.busy_s * kept + self.in_flight * passed_s
@@ -89,10 +87,9 @@ class Achievement:
         self._counted_s = now_s
 
     def pace_s(self, unknown_s: float, mean_tokens: float = 0.0) -> float:
-        """Seconds in flight for each finished rollout; `unknown_s` without a record. A rollout counts by its tokens, as
-        a multiple of `mean_tokens`, since long ones do not make a service slow; without sampled tokens (0) each counts
-        as one. A service that fails many finishes few for its time, and its share of failures counts once more, so that
-        one that fails everything at once does not draw all groups to itself."""
+        """Seconds in flight for each finished rollout; `unknown_s` without a record. A rollout counts as a multiple of
+        `mean_tokens`, since long ones do not make a service slow; with 0 each counts as one. Failures count once more,
+        so that a service that fails everything at once does not draw all groups to itself."""
         share = (self.finished + 1.0) / (self.finished + self.failed + 1.0)
         made = self.tokens / mean_tokens if mean_tokens > 0.0 else self.finished
         return (self.busy_s + unknown_s) / (made + 1.0) / share
@@ -108,7 +105,7 @@ class GroupPlace:
     group_id: str = ""
     min_version: int = 0
     retry_s: float = 0.0
-    """For how long hosts that refuse it are asked again."""
+    """For how long refusing hosts are asked again."""
     host: RolloutHost | None = None
     limit: asyncio.Timeout | None = None
     """Of the call; brought forward when the host is given up."""
@@ -116,11 +113,11 @@ class GroupPlace:
     """Why it is at no host."""
     finished_here: int = 0
     failed_here: int = 0
-    """Rollouts that came back in the present or last call."""
+    """In the present or last call."""
     interrupted: int = 0
-    """Calls that brought a part of the group and broke off."""
+    """Calls that broke off after a part of the group."""
     avoids_until_s: dict[str, float] = field(default_factory=dict)
-    """When each host that has refused it is asked again, by address."""
+    """By the addresses of hosts that have refused it."""
 
     def __post_init__(self) -> None:
         self.size = self.left
@@ -131,40 +128,39 @@ class GroupPlace:
         return self.finished_here + self.failed_here > 0
 
     def begin_anew(self) -> None:
-        """Forgets for how long hosts have refused it, or been away."""
+        """Forgets how long hosts have refused it, or been away."""
         self.patience = Patience(unreachable_s=0.0, retry_s=self.retry_s, also=_MAY_PASS)
         self.while_away = Backoff(0.05, 2.0)
         self.away_s = 0.0
-        """How long to wait for a serving host before one is tried all the same."""
+        """How long to wait for a serving host before any is tried."""
 
 
 @dataclass(eq=False)
 class RolloutHost:
-    """One rollout service. It begins AWAY, before the first look."""
+    """One rollout service."""
 
     address: str
     environments: Mapping[str, EnvironmentInfo] = field(default_factory=dict)
     state: HostState = HostState.AWAY
     why: str = "not asked yet"
     refusal: str = ""
-    """The logged reason why it has refused groups for a while; "" since one went well."""
+    """The logged reason why it refuses groups; "" since one went well."""
     since_s: float = 0.0
     refuses_until_s: float = 0.0
     others: int = 0
-    """Rollouts that it plays or queues for other clients."""
+    """Rollouts of other clients."""
     slots: int | None = None
-    """Rollouts that it runs at once; None if not reported."""
+    """Rollouts that it runs at once; None: not reported."""
     groups: dict[str, GroupPlace] = field(default_factory=dict)
     """Ours that it plays, by group_id."""
     achieved: dict[str, Achievement] = field(default_factory=dict)
     """By environment."""
     version: int | None = None
-    """The newest version of its engines at the last look; None if not reported."""
+    """The newest of its engines at the last look; None: not reported."""
     needed: int | None = None
-    """The newest version that groups needed at that look, 0 without groups; None before the first."""
+    """The newest version that groups needed at that look."""
     patience_s: float | None = None
-    """Of a worker that dials in: how long a run waits for it if nobody else has its environments. None: as for any
-    service."""
+    """Of a worker that dials in: how long a run waits for it if no other host has its environments."""
 
     @property
     def load(self) -> int:
@@ -185,7 +181,7 @@ class RolloutHost:
         return ""
 
     def turn(self, state: HostState, now_s: float, why: str = "") -> bool:
-        """Sets its state; returns True if that is a change."""
+        """Returns True if the state changes."""
         if state is self.state:
             self.why = why
             return False
@@ -194,14 +190,12 @@ class RolloutHost:
 
 
 class HostTable:
-    """All rollout services of a run."""
-
     def __init__(self, addresses: Sequence[str]) -> None:
         self.hosts = [RolloutHost(address=address) for address in addresses]
         self._last_tried: dict[str, int] = {}
 
     def hosting(self, environment: str) -> list[RolloutHost]:
-        """The services that host an environment, present or away."""
+        """Present or away."""
         return [host for host in self.hosts if environment in host.environments]
 
     def choose(
@@ -213,10 +207,10 @@ class HostTable:
         avoid: Collection[str] = (),
         min_version: int | None = None,
     ) -> RolloutHost | None:
-        """The host at which a group of `size` rollouts is expected to be over first; None while none takes it. The
-        expected time is (its rollouts + size) times its pace. Hosts that do not serve, have refused until a later time,
-        or are in `avoid` are passed over. So are hosts in quarantine, and those whose engines are known to be older
-        than `min_version`, as long as others serve."""
+        """The host at which a group of `size` rollouts is expected to be over first: (its rollouts + size) times its
+        pace; None while none takes it. Passed over are hosts that do not serve, have refused until a later time, or are
+        in `avoid`, and as long as others serve, those in quarantine and those whose engines are older than
+        `min_version`."""
         hosting = self.hosting(environment)
         open_to = [
             host
@@ -238,13 +232,13 @@ class HostTable:
         )
 
     def next_in_turn(self, environment: str) -> RolloutHost:
-        """The next of those that host an environment, in turn: to be tried while all are away."""
+        """To be tried while all hosts of an environment are away."""
         hosting = self.hosting(environment)
         turn = self._last_tried[environment] = self._last_tried.get(environment, -1) + 1
         return hosting[turn % len(hosting)]
 
     def all_away(self, environment: str, now_s: float, patience_s: float) -> bool:
-        """Whether every service that hosts an environment has been away for longer than its own `patience_s`."""
+        """Whether every host has been away for longer than its own `patience_s`."""
         return all(
             host.state is not HostState.SERVING
             and now_s - host.since_s >= (patience_s if host.patience_s is None else host.patience_s)
@@ -252,12 +246,12 @@ class HostTable:
         )
 
     def replaceable(self, host: RolloutHost, environment: str) -> bool:
-        """Whether another service serves an environment of this one's."""
+        """Whether another service serves this environment."""
         return any(other is not host and other.state is HostState.SERVING for other in self.hosting(environment))
 
 
 def differing(hosts: Sequence[RolloutHost]) -> list[str]:
-    """A sentence for each name that two services have for different environments."""
+    """A sentence for each name of different environments at two services."""
     problems = []
     for number, host in enumerate(hosts):
         for other in hosts[:number]:

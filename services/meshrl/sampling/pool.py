@@ -1,8 +1,7 @@
 """The rollout services that a run's groups are played at: one client each, their health, and where each group is.
 
-The sampler asks it for a service for each group, and for the next one when that refuses it or is lost; callers cancel
-groups by it. While it is `watching`, it asks each service for its health and status, so that a loss moves its groups
-and a return is used.
+While it is `watching`, it asks each service for its health and status, so that a loss moves its groups and a return is
+used.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ LOOK_DEADLINE_S = 5.0
 """For a service to answer a look."""
 
 START_GRACE_S = 10.0
-"""At the start, how long missing services are waited for once the others host every environment."""
+"""At the start, how long others are waited for once every environment is hosted."""
 
 NAMED_AFTER_S = 10.0
-"""A version takes a moment to reach the engines; a service that refuses a group for longer has a reason to name."""
+"""A version takes a moment to reach the engines; a longer refusal is logged."""
 
 GROUP_ERRORS = frozenset({Reason.DEADLINE_PASSED, Reason.ENVIRONMENT_FAILED, Reason.ENGINE_FAILED, Reason.INTERNAL})
-"""A group that ends with one of these has failed; it is not played elsewhere."""
+"""A group that ends so is not played elsewhere."""
 
 _GONE = frozenset({Reason.UNREACHABLE, Reason.DRAINING})
 _NUMBER = re.compile(r"\d+")
@@ -69,9 +68,8 @@ class RolloutServiceClient(Protocol):
 
 
 class RolloutPool:
-    """The rollout services at these addresses, and workers that `join`. `unreachable_s`: how long one of the former may
-    be away before it is given up. `dial_in`: where workers dial in, and the names of those that a run waits for; None
-    without an exchange."""
+    """The services at these addresses, and workers that `join`. `unreachable_s`: how long one of the former may be away
+    before it is given up. `dial_in`: where workers dial in, and the names of those that a run waits for."""
 
     def __init__(
         self,
@@ -84,7 +82,7 @@ class RolloutPool:
     ) -> None:
         self.table = HostTable(addresses)
         self.places: dict[str, GroupPlace] = {}
-        """Every group that is sampled now, by group_id."""
+        """Groups that are sampled now, by group_id."""
         self.changed = Pulse()
         """Beats when a service comes or goes."""
         self._clients: dict[str, RolloutServiceClient] = {
@@ -98,7 +96,7 @@ class RolloutPool:
 
     @property
     def slots(self) -> int | None:
-        """Rollouts that the serving services run at once, all together; None if one does not report them."""
+        """Rollouts that the serving services run at once; None if one does not report them."""
         said = [host.slots for host in self.table.hosts if host.state is HostState.SERVING]
         known = [slots for slots in said if slots is not None]
         return sum(known) if said and len(known) == len(said) else None
@@ -107,11 +105,9 @@ class RolloutPool:
         return self._clients[host.address]
 
     def environments(self) -> Mapping[str, EnvironmentInfo]:
-        """Every environment that some service hosts."""
         return {name: info for host in reversed(self.table.hosts) for name, info in host.environments.items()}
 
     async def close(self) -> None:
-        """Ends the connections."""
         for watcher in self._joined.values():
             watcher.cancel()
         await asyncio.gather(*self._joined.values(), return_exceptions=True)
@@ -123,7 +119,7 @@ class RolloutPool:
     async def gather(self, wanted: Collection[str], *, startup_s: float) -> None:
         """Waits for the services, and asks each for its environments. Returns once all serve, or START_GRACE_S after
         the present ones host everything `wanted`; with workers that dial in, once the required ones have. Raises
-        RunError when something is hosted by none of those that came within `startup_s`, naming who came with what."""
+        RunError when something has no host within `startup_s`."""
         meeting = [asyncio.create_task(self._meet(host, startup_s)) for host in self.table.hosts]
         for task in meeting:
             task.add_done_callback(lambda _: self.changed.beat())
@@ -156,11 +152,11 @@ class RolloutPool:
             )
 
     def not_serving(self) -> list[str]:
-        """Addresses of the services that do not serve, or were not reached yet."""
+        """Addresses of the services that do not serve."""
         return [host.address for host in self.table.hosts if host.state is not HostState.SERVING]
 
     def not_dialled_in(self, wanted: Collection[str]) -> list[str]:
-        """Workers, by name, and environments that are still missing, where workers dial in."""
+        """Workers and environments that are missing, where workers dial in."""
         if self._dial_in is None:
             return []
         there = {host.address for host in self.table.hosts if host.state is HostState.SERVING}
@@ -177,8 +173,8 @@ class RolloutPool:
         )
 
     def join(self, client: RolloutServiceClient, *, patience_s: float, is_new_process: bool) -> None:
-        """A worker has dialled in, perhaps again; it is used and watched until the pool is closed. `patience_s`: how
-        long a run waits for it if nobody else has its environments."""
+        """A worker has dialled in, perhaps again; it is watched until the pool is closed. `patience_s`: how long a run
+        waits for it if no other host has its environments."""
         host = next((one for one in self.table.hosts if one.address == client.address), None)
         if host is None:
             host = RolloutHost(address=client.address, since_s=self._clock.now(), patience_s=patience_s)
@@ -218,7 +214,7 @@ class RolloutPool:
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
-        """Looks at every service again and again while the block runs."""
+        """Looks at every service again and again."""
         watchers = [asyncio.create_task(self._watch(host)) for host in self.table.hosts]
         try:
             yield
@@ -297,7 +293,7 @@ class RolloutPool:
             logger.warning(f"the rollout service at {host.address} is {state.value}: {why}{rest}")
 
     def _give_up_groups(self, host: RolloutHost) -> None:
-        """Moves the groups of a service that has been away for too long although their streams stand."""
+        """Moves the groups of a service that is away for too long although their streams stand."""
         if host.state is not HostState.AWAY or self._clock.now() - host.since_s < self._unreachable_s:
             return
         if host.patience_s is not None:  # its lease says when
@@ -311,7 +307,7 @@ class RolloutPool:
 
     @contextmanager
     def sampling(self, ticket: GroupTicket, retry_s: float) -> Iterator[GroupPlace]:
-        """A group is sampled while the block runs; services that refuse it are asked again for `retry_s`."""
+        """The group is sampled during the block; services that refuse it are asked again for `retry_s`."""
         place = self.places[ticket.group_id] = GroupPlace(
             environment=ticket.task.environment,
             left=ticket.size,
@@ -326,7 +322,7 @@ class RolloutPool:
             del self.places[ticket.group_id]
 
     async def next_host(self, place: GroupPlace) -> RolloutHost:
-        """Returns once there is a service to ask: the best that takes groups, or one that may be back by now."""
+        """Waits for a service to ask: the best that takes groups, or one that may be back."""
         while True:
             now_s = self._clock.now()
             avoid = {address for address, until_s in place.avoids_until_s.items() if until_s > now_s}
@@ -341,7 +337,7 @@ class RolloutPool:
                 return self.table.next_in_turn(place.environment)
 
     async def _changes_within(self, wait_s: float) -> bool:
-        """Waits until a service comes or goes; False when none does for `wait_s`."""
+        """Waits until a service comes or goes; False when none does."""
         change = self.changed.upcoming
 
         async def pause() -> None:
@@ -351,8 +347,8 @@ class RolloutPool:
         return change.is_set()
 
     def failed_at(self, place: GroupPlace, host: RolloutHost, error: MeshError) -> None:
-        """A call for a group was refused, or broke off; a refusing service is passed over for a while. Raises RunError
-        when nobody will take the group."""
+        """A call for a group was refused, or broke off; the service is passed over for a while. Raises RunError when
+        none will take the group."""
         now_s = self._clock.now()
         if place.has_begun:
             place.interrupted += 1
@@ -387,7 +383,7 @@ class RolloutPool:
 
     @contextmanager
     def at(self, place: GroupPlace, host: RolloutHost, limit: asyncio.Timeout) -> Iterator[None]:
-        """A group is played at `host`, in a call that ends with `limit`, while the block runs."""
+        """The group is played at `host`, in a call that ends with `limit`, during the block."""
         host.groups[place.group_id] = place
         place.host, place.limit, place.waits_for = host, limit, ""
         place.finished_here = place.failed_here = 0
@@ -418,7 +414,7 @@ class RolloutPool:
             )
 
     def why_left_out(self, address: str) -> str:
-        """Why a service gets no groups now, or of which environments; empty without a reason."""
+        """Why a service gets no groups, or of which environments; empty without a reason."""
         found = next((host for host in self.table.hosts if host.address == address), None)
         if found is None or found.state is not HostState.SERVING:
             return "" if found is None else f"{found.state.value}: {found.why}"
@@ -430,7 +426,7 @@ class RolloutPool:
         return max((place.min_version for place in self.places.values()), default=None)
 
     def came_back(self, place: GroupPlace, *, left: int, failed: bool, tokens: int = 0) -> None:
-        """A rollout of a group is back from its service; `left` are missing."""
+        """A rollout of a group is back; `left` are missing."""
         ended = max(0, place.left - max(0, left))
         place.left -= ended
         place.finished_here += not failed
@@ -456,7 +452,7 @@ class RolloutPool:
         return sum(answer for answer in answers if isinstance(answer, int))
 
     def in_flight(self) -> str:
-        """The groups that are sampled now and where, the oldest first: for the log."""
+        """The groups that are sampled now and where, for the log."""
         now_s = self._clock.now()
         since_s: dict[tuple[str, str], list[float]] = {}
         for place in self.places.values():

@@ -1,4 +1,4 @@
-"""How long to wait after a refusal, and when to give up; asked before a call to another service is repeated."""
+"""How long to wait after a refusal by another service, and when to give up."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshrl.wire.errors import MeshError, Reason
 T = TypeVar("T")
 
 AWAY = frozenset({Reason.UNREACHABLE, Reason.DRAINING, Reason.CANCELLED})
-"""A service that is gone, that is going, or that went in the middle of the call."""
+"""A service that is gone, is going, or went in the middle of the call."""
 
 
 class RunError(Exception):
@@ -23,9 +23,8 @@ class RunError(Exception):
 class Patience:
     """Decides about one call that is repeated until it is accepted. A service that is away (AWAY) may come back for
     `unreachable_s`, counted anew after it answers; other retryable refusals go on for `retry_s` in all. The wait is at
-    least what the service asked for, else it doubles up to half a second, with jitter to spread callers. `also`
-    names further reasons to try again for; one of AWAY among them counts as a refusal, for a call that cannot
-    distinguish them."""
+    least what the service asked for, else it doubles up to half a second, with jitter. `also` are further reasons to
+    try again for; one of AWAY among them counts as a refusal."""
 
     def __init__(
         self,
@@ -46,7 +45,7 @@ class Patience:
         self._away_since_s: float | None = None
 
     def wait_s(self, error: MeshError, now_s: float) -> float | None:
-        """Seconds to wait before the next attempt; None to give up."""
+        """Before the next attempt; None to give up."""
         if not error.retryable and error.reason not in self._also | AWAY:
             return None
         if self.first_s is None:
@@ -76,12 +75,11 @@ async def persist(call: Callable[[], Awaitable[T]], patience: Patience, *, clock
 
 
 def failed(service: str, address: str, doing: str, error: MeshError) -> RunError:
-    """The error that ends a run, with who failed at what."""
     return RunError(f"{service} at {address} failed while {doing}: {error}")
 
 
 def first_cause(failures: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The error that explains a group of them: a RunError if there is one, else the first."""
+    """Of a group of errors: a RunError if there is one, else the first."""
     leaves: list[BaseException] = []
     todo: list[BaseException] = [failures]
     while todo:

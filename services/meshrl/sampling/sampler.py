@@ -1,8 +1,7 @@
 """Samples groups at the rollout services: asks until one admits a group, then gathers what streams back.
 
-Fed with tickets by a training loop or an evaluation, which get a `RolloutGroup` back. A group that loses its service is
-completed at another one, or at the same once it is back: what has come back stays, and only the rest is sampled again.
-The pool decides where a group is asked for next, after which wait, and when to give up.
+A group that loses its service is completed at another one, or at the same once it is back: only what is missing is
+sampled again. The pool decides where a group is asked for next, after which wait, and when to give up.
 """
 
 from __future__ import annotations
@@ -28,12 +27,10 @@ Problems = Sequence[tuple[str, str]]
 
 _GRACE_S = 30.0
 LINGER_S = 10.0
-"""For so long a group whose stream broke goes on at its service and is attached to again, before others are asked."""
+"""For so long a group whose stream broke goes on at its service and may be attached to again."""
 
 
 class RolloutSampler:
-    """Samples groups for training and evaluation alike."""
-
     def __init__(
         self,
         pool: RolloutPool,
@@ -45,8 +42,8 @@ class RolloutSampler:
         routed_experts: bool = False,
         clock: Clock,
     ) -> None:
-        """Services have `group_s` seconds for a group, and `retry_s` to accept one that they refuse. `routed_experts`:
-        rollouts that are trained on are to hold the experts that their tokens went through."""
+        """Services have `group_s` seconds for a group, and `retry_s` to accept it. `routed_experts`: rollouts that are
+        trained on are to hold the experts that their tokens went through."""
         self.pool = pool
         self._routed_experts = routed_experts
         self._group_s, self._retry_s = group_s, retry_s
@@ -65,10 +62,10 @@ class RolloutSampler:
         on_event: Callable[[RolloutEvent], None] = lambda event: None,
         is_wanted: Callable[[], bool] = lambda: True,
     ) -> RolloutGroup:
-        """Returns the group once it is over; what was lost on the way counts as failures of the group. With
-        `scores_only` nothing trains on it, so its logprobs may be any; with `conversations` its rollouts hold their
-        messages. A rollout of which `problems_of` finds some counts as failed. Once `is_wanted` is false, the group is
-        not asked for again. Raises RunError when no service is there, or one refuses the group for good."""
+        """Returns the group once it is over; losses count as failures. With `scores_only` nothing trains on it, so its
+        logprobs may be any; with `conversations` its rollouts hold their messages. A rollout of which `problems_of`
+        finds some counts as failed. Once `is_wanted` is false, the group is not asked for again. Raises RunError when
+        no service is there, or one refuses the group for good."""
         group = RolloutGroup(ticket=ticket)
         began_s = self._clock.now()
         with self.pool.sampling(ticket, self._retry_s) as place:
@@ -124,7 +121,7 @@ class RolloutSampler:
         problems_of: Callable[[Rollout], Problems],
         on_event: Callable[[RolloutEvent], None],
     ) -> None:
-        """Makes one call for a group. Raises MeshError where it is refused or cut off, or its host is given up."""
+        """One call for a group. Raises MeshError where it is refused or cut off, or its host is given up."""
         try:
             async with asyncio.timeout(self._group_s + _GRACE_S) as limit:
                 with self.pool.at(place, host, limit):
@@ -188,8 +185,8 @@ class RolloutSampler:
         traceparent: str = "",
         conversations: bool = False,
     ) -> RolloutGroup:
-        """Samples a group for its scores alone; what is lost of it is sampled again, up to `attempts` in all. The group
-        holds what came back, and what failed last. Raises RunError as `sample` does."""
+        """Samples a group for its scores alone; what is lost is sampled again, up to `attempts` in all. The group holds
+        what came back, and what failed last. Raises RunError as `sample`."""
         whole = await self.sample(
             ticket, sampling=sampling, scores_only=True, traceparent=traceparent, conversations=conversations
         )

@@ -1,7 +1,6 @@
 """The interface of an algorithm (a recipe): who samples, which tokens another model scores, what each token trains.
 
-The orchestrator calls an environment's recipe when a group is over (`score_requests`) and when a step becomes a batch
-(`streams`). Packing and trainer know the terms of the objective and no algorithm.
+Packing and trainer know the terms of the objective and no algorithm.
 
 Shapes: T tokens of a sample, C tokens of context before it, K candidates of a token.
 """
@@ -20,7 +19,7 @@ from meshrl.wire.types import Rollout
 
 class Actor(enum.Enum):
     POLICY = "policy"
-    """The one that is trained, with the newest weights that its engines serve."""
+    """With the newest weights that its engines serve."""
     TEACHER = "teacher"
     """Another one, whose weights stay as they are."""
 
@@ -31,10 +30,10 @@ class ScoreRequest:
 
     rollout_id: str
     place: int
-    """Place of the sample in the rollout."""
+    """Of the sample in the rollout."""
     token_ids: NDArray[np.int32]  # (C + T,)
     context: int = 0
-    """C: tokens before the sample's own, seen by the scoring model alone."""
+    """C: tokens before the sample's own, for the scoring model."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -53,7 +52,7 @@ class SampleStreams:
     """The training of one sample; a term without a token stays None."""
 
     advantage: float | None = None
-    """rl: of each token that the policy sampled."""
+    """rl: of each sampled token."""
     ce_weights: NDArray[np.float32] | None = None  # (T,)
     ref_kl_weights: NDArray[np.float32] | None = None  # (T,)
     ref_logprobs: NDArray[np.float32] | None = None  # (T,) with ref_kl_weights
@@ -72,29 +71,26 @@ class Recipe:
     scored_by: Actor | None = None
     """None: nothing is scored."""
     top_k: int = 0
-    """Number of likeliest tokens in the place of each that are scored, too."""
+    """Likeliest tokens in the place of each that are scored, too."""
     least_rollouts: int = 2
-    """A group with fewer left is dropped, since an advantage compares the rollouts of a task."""
+    """A group with fewer left is dropped: by default, rollouts of a task are compared."""
     needs_signal: bool = True
-    """Whether a group of equal rewards trains nothing, so that filters.zero_signal drops it."""
+    """Whether a group of equal rewards trains nothing: filters.zero_signal drops it."""
 
     def score_requests(self, rollouts: Sequence[Rollout]) -> list[ScoreRequest]:
         return []
 
     def streams(self, rollouts: Sequence[Rollout], scores: Scores) -> Streams:
-        """What each sample of a group trains; `scores` are those of `score_requests`, for the same rollouts.
-
-        Called once for each group of a step, in order. Raises ValueError, which ends the run, for rollouts that do not
-        fit.
-        """
+        """What each sample of a group trains; `scores` answer `score_requests`. Called once for each group of a step,
+        in order. Raises ValueError, which ends the run, for rollouts that do not fit."""
         raise NotImplementedError
 
     def state(self) -> Mapping[str, float]:
-        """Its memory from step to step; kept with each batch, so that a restart goes on from there."""
+        """Its memory from step to step, kept with each batch for a restart."""
         return {}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Restores a state that `state` returned."""
+        """Takes up a `state`."""
 
 
 def by_agent(rollouts: Iterable[Rollout]) -> dict[str, list[Rollout]]:

@@ -1,4 +1,4 @@
-"""custom: an algorithm of the user's own, named by its import path; what it returns is checked before it is packed."""
+"""custom: an algorithm of the user's own, named by its import path; its streams are checked before they are packed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshrl.wire.types import Rollout, Sample
 
 
 def load_recipe(import_path: str, kwargs: Mapping[str, object], *, key: str) -> Recipe:
-    """The recipe made by `package.module.Class(**kwargs)`. Raises ValueError, which names `key`."""
+    """From `package.module.Class(**kwargs)`. Raises ValueError, which names `key`."""
     made = load_function(import_path, kwargs, key=key, positional=())(**kwargs)
     if not isinstance(made, Recipe):
         raise ValueError(
@@ -24,7 +24,7 @@ def load_recipe(import_path: str, kwargs: Mapping[str, object], *, key: str) -> 
 
 
 def check_streams(rollouts: Sequence[Rollout], streams: Streams) -> None:
-    """Raises ValueError unless every sample has streams of its own length whose numbers are finite."""
+    """Raises ValueError unless every sample has streams of its own length with finite numbers."""
     for rollout in rollouts:
         found = streams.get(rollout.rollout_id)
         if found is None or len(found) != len(rollout.samples):

@@ -15,10 +15,10 @@ from meshrl.wire.types import Rollout, Sample
 
 
 class Echo(GRPO):
-    """The policy samples, nothing is scored; each content token of messages of `roles` has `weight` in the ce term.
+    """Each content token of messages of `roles` has `weight` in the ce term.
 
-    Markup of the chat template, if the renderer marks it, is left out: the policy never writes it, and a model to which
-    it is new would learn little else. A group of equal rewards still has observations to learn from, so it is kept.
+    Markup of the chat template, if the renderer marks it, is left out: the policy never writes it. A group of equal
+    rewards still has observations to learn from, so it is kept.
     """
 
     least_rollouts = 1
@@ -40,7 +40,7 @@ class Echo(GRPO):
         }
 
     def _observed(self, sample: Sample) -> NDArray[np.float32]:
-        """(T,) the weight of each token of an observation, 0 elsewhere and for sampled tokens."""
+        """(T,) weights of observed tokens."""
         weights_T = np.zeros(len(sample.token_ids), dtype=np.float32)
         for span in sample.message_spans:
             if span.role in self._roles:

@@ -1,4 +1,4 @@
-"""grpo: rl alone, with advantages that compare the rollouts of a task; the default, and what most others build on."""
+"""grpo: rl alone, with advantages that compare the rollouts of a task; the default."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from meshrl.wire.types import Rollout
 
 
 class GRPO(Recipe):
-    """The policy samples, nothing is scored; `advantage` is any of `algorithms.advantages`, over each agent's rollouts.
-    The family of GRPO (arXiv 2402.03300): Dr. GRPO, RLOO, OPO and the rest differ by it and by the trainer's loss."""
+    """The family of GRPO (arXiv 2402.03300): Dr. GRPO, RLOO, OPO and the rest differ by `advantage`, any of
+    `algorithms.advantages`, and by the trainer's loss."""
 
     def __init__(self, advantage: Advantage) -> None:
         self._advantage = advantage
@@ -21,7 +21,7 @@ class GRPO(Recipe):
 
 
 def group_advantages(rollouts: Sequence[Rollout], advantage: Advantage) -> dict[str, float]:
-    """By rollout_id, relative to rollouts of the same agent in the group."""
+    """By rollout id, relative to the group's rollouts of the same agent."""
     result: dict[str, float] = {}
     for members in by_agent(rollouts).values():
         values = advantage(

@@ -12,10 +12,8 @@ from meshrl.wire.types import Rollout
 
 class HierarchicalGRPO(Recipe):
     """GRPO on two levels: agents of `episode_agents` (the solvers) are compared with those of the same episode, since
-    another episode poses another problem; all other agents (the proposer) with those of the other episodes.
-
-    The policy samples, nothing is scored. A rollout with nobody to be compared with has advantage 0.
-    """
+    another episode poses another problem; all other agents (the proposer) with those of the other episodes. A rollout
+    alone has advantage 0."""
 
     least_rollouts = 1
 
@@ -24,7 +22,7 @@ class HierarchicalGRPO(Recipe):
         self._episode_agents = frozenset(episode_agents)
 
     def streams(self, rollouts: Sequence[Rollout], scores: Scores) -> Streams:
-        """Raises ValueError for a rollout of an episode agent that names no episode."""
+        """Raises ValueError for a rollout of an episode agent without an episode."""
         levels: dict[str, list[Rollout]] = {}
         for rollout in rollouts:
             within = rollout.agent in self._episode_agents

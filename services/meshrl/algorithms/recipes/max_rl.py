@@ -11,7 +11,7 @@ from meshrl.algorithms.recipes.grpo import GRPO
 
 
 class MaxRL(GRPO):
-    """The policy samples, nothing is scored; rewards are 0 or more, 0 and 1 in the paper (MaxRL, arXiv 2602.02710)."""
+    """Rewards are 0 or more, 0 and 1 in the paper."""
 
     def __init__(self) -> None:
         super().__init__(max_rl_advantages)
@@ -21,7 +21,7 @@ def max_rl_advantages(rewards_G: Sequence[float], lengths_G: Sequence[int]) -> N
     """A_i = (R_i - mean) / mean, 0 where the mean is 0 (MaxRL, arXiv 2602.02710).
 
     Tasks that are seldom solved weigh most: with more rollouts a task the gradient goes from that of the expected
-    reward to that of the log-likelihood of success. Raises ValueError for rewards below 0, whose mean has no use here.
+    reward to that of the log-likelihood of success. Raises ValueError for rewards below 0.
     """
     rewards = np.asarray(rewards_G, dtype=np.float64)
     if not np.isfinite(rewards).all() or rewards.min() < 0.0:

@@ -1,4 +1,4 @@
-"""opd: on-policy distillation. The policy samples, a teacher scores every token of it, and nothing else is learned."""
+"""opd: on-policy distillation. The policy samples, a teacher scores every token of it."""
 
 from __future__ import annotations
 
@@ -10,17 +10,13 @@ from meshrl.algorithms.recipes.base import Actor, Recipe, SampleStreams, ScoreRe
 from meshrl.wire.types import Rollout, Sample
 
 LEAST_LOGPROB = -20.0
-"""Lower logprobs of a teacher count as this, so that one token that it all but rules out does not drown the others."""
+"""Lower logprobs of a teacher count as this, so that one token that it rules out does not drown the others."""
 
 
 class OnPolicyDistillation(Recipe):
     """ref_kl alone, towards the teacher's logprobs of the policy's own tokens: the reverse KL of the policy from the
-    teacher (https://thinkingmachines.ai/blog/on-policy-distillation/), token by token, whatever the reward. With
-    `top_k` the teacher also returns its likeliest tokens at each position, and the KL is summed over them instead of
-    sampled.
-
-    The teacher must read the policy's tokens, so it has the same tokenizer. Groups may be of one rollout.
-    """
+    teacher (https://thinkingmachines.ai/blog/on-policy-distillation/), whatever the reward. With `top_k` it is summed
+    over the teacher's likeliest tokens at each position instead of sampled. The teacher has the policy's tokenizer."""
 
     scored_by = Actor.TEACHER
     least_rollouts = 1
@@ -53,8 +49,8 @@ def streams_towards(rollouts: Sequence[Rollout], scores: Scores, *, weight: floa
 
 
 def towards(sample: Sample, scores: TokenScores | None, *, weight: float) -> SampleStreams:
-    """The ref_kl stream of the sampled tokens with a score. None without scores. Raises ValueError for a sample of
-    another temperature than 1, at which scores are given."""
+    """The ref_kl stream of the sampled tokens with a score. Raises ValueError for another temperature than 1, at which
+    scores are given."""
     if scores is None:
         return SampleStreams()
     logprobs_T = scores.logprobs

@@ -1,4 +1,4 @@
-"""rae: rl alone, each agent against its own usual reward; for self-play, where a group's rewards add up to nothing."""
+"""rae: rl alone, each agent against its own usual reward; for self-play."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from meshrl.wire.types import Rollout
 class RoleBaseline(Recipe):
     """Role-conditioned advantage estimation (SPIRAL, arXiv 2506.24119): A = R - b of the rollout's agent.
 
-    b is a moving average over the agent's rewards in this environment, b <- decay * b + (1 - decay) * R, taken from
-    before the rollout's own reward. It begins at 0. In a zero-sum game the mean of a group is about 0 whatever the
-    policy does, and the side that moves first may win more: an agent is measured by its usual reward. Nothing is
-    compared within a group, so groups of one rollout and of equal rewards train as well.
+    b, from 0, is a moving average over the agent's earlier rewards in this environment, b <- decay * b + (1 - decay) *
+    R. In a zero-sum game the mean of a group is about 0 whatever the policy does, and the side that moves first may win
+    more. Groups of one rollout and of equal rewards train as well.
     """
 
     least_rollouts = 1

@@ -11,8 +11,7 @@ from meshrl.wire.types import Rollout
 
 
 class Imitation(Recipe):
-    """ce alone, on the teacher's tokens in rollouts of at least `min_reward`. None takes all of them. Nothing is
-    scored, and nothing is compared: groups may be of one rollout."""
+    """ce alone, on the teacher's tokens in rollouts of at least `min_reward`; None takes all of them."""
 
     sampler = Actor.TEACHER
     least_rollouts = 1

@@ -1,1 +1,1 @@
-"""`orchestrator --bench`: the summary of a run's pace, and stand-ins for the other programs where none is named."""
+"""`orchestrator --bench`: the summary of a run's pace, and stand-ins for programs that are not named."""

@@ -1,7 +1,7 @@
 """Rollouts, trainer and weight hub that cost next to nothing, for `orchestrator --bench`; a process of its own.
 
-Each rollout is random tokens of random length with a reward of 0 or 1. A batch is trained as soon as it was read, a
-version is served as soon as it is asked for. They keep the contract, so the orchestrator's own pace is measured.
+A rollout is random tokens of random length with a reward of 0 or 1. A batch is trained once it is read, a version
+served once it is asked for. They keep the contract, so the orchestrator's own pace is measured.
 """
 
 # ruff: noqa: N802 (methods are named after the RPCs of the contract)
@@ -51,7 +51,7 @@ ENGINE = "made-up"
 
 
 class MadeUpRollouts(rollout_pb2_grpc.RolloutServiceServicer):
-    """Answers with rollouts of at most `most_tokens` tokens, a quarter of them the prompt's."""
+    """Rollouts of at most `most_tokens` tokens, a quarter of them the prompt's."""
 
     def __init__(self, names: list[str], most_tokens: int) -> None:
         self.version = 0

@@ -1,16 +1,15 @@
 """The summary of a run with `--bench`: means over all steps but the first, which warms up, as a table and as JSON.
 
-    trained tokens/s   the samples' tokens of all steps over their wall time; while it trains: without waits for batches
-    idle               trainer: its wait for batches; engines: the time in which no rollout was out. Engines that run
-                       half empty at a step's tail do not count as idle.
+    trained tokens/s   of all steps over their wall time; while it trains: without waits for batches
+    idle               trainer: its wait for batches; engines: the time in which no rollout was out
     efficiency         steps/s achieved over the lower of what engines alone and trainer alone would make
-    by turns           the time that both sides alone would take for these steps, one after the other, over the time
-                       that they took: the measure where both share their GPUs, above 1 where doing both at once pays
+    by turns           the time that both sides alone would take, one after the other, over the time that they took;
+                       the measure where both share their GPUs, above 1 where doing both at once pays
 
-What a side would make alone is its own rate over its tokens of a step; a prompt that rows hold once for several samples
-counts once for the trainer, as it is computed once. The rates come from `bench/trainer.json` and `bench/inference.json`
-in the output folder, which `trainer --bench` and `inference --bench` write; the latter's counts once for each engine of
-the run. Without them the trainer's is its rate while it trained in this run, and the engines' is not known.
+A side alone makes its own rate over its tokens of a step; a prompt that a row holds once for several samples counts
+once. The rates come from `bench/trainer.json` and `bench/inference.json` in the output folder, which `trainer --bench`
+and `inference --bench` write; the latter's counts once for each engine. Without them the trainer's is its rate while it
+trained in this run.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class AloneRates:
 
     @classmethod
     def read(cls, folder: Path) -> AloneRates:
-        """From the files of the programs' `--bench` in a folder; a missing or empty one adds nothing."""
+        """From the files of the programs' `--bench`; a missing or damaged one adds nothing."""
         return cls(engines=_rate(folder / "inference.json"), trainer=_rate(folder / "trainer.json"))
 
 
@@ -65,7 +64,7 @@ def _rate(path: Path) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchSummary:
-    """Both sides over the measured steps; shares of their wall time. Values without a record are None."""
+    """Shares are of the wall time. Values without a record are None."""
 
     steps: int
     step_s: float
@@ -107,7 +106,7 @@ class BenchSummary:
 
 
 def summarise(records: Sequence[Mapping[str, float]], alone: AloneRates) -> BenchSummary | None:
-    """Both sides over the steps after the first; None when there is none to measure."""
+    """Over the steps after the first; None without one."""
     measured = [metrics for metrics in records[1:] if metrics.get("time/step", 0.0) > 0.0]
     if not measured:
         return None
@@ -149,7 +148,7 @@ def summarise(records: Sequence[Mapping[str, float]], alone: AloneRates) -> Benc
 
 
 def summary_table(records: Sequence[Mapping[str, float]]) -> str:
-    """Mean, least and most of each row; a note if no step was measured."""
+    """Mean, least and most of each row."""
     measured = records[1:]
     if not measured:
         return f"{len(records)} steps are too few to measure: run at least 2"

@@ -1,4 +1,4 @@
-"""The `orchestrator` section: the program's own keys, the environments of a run, and the algorithms they train with."""
+"""The `orchestrator` section: the program's own keys, the environments of a run, and their algorithms."""
 
 from meshrl.orchestrator.config.algorithms import TAUGHT, AdvantageConfig, AlgoConfig, TeacherConfig
 from meshrl.orchestrator.config.environments import (

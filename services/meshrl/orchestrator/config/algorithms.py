@@ -11,23 +11,21 @@ from meshrl.core.config.shared import Addresses
 
 
 class LengthPenaltyConfig(BaseConfig):
-    """Reward that long rollouts lose before advantages are made.
-
-    filters.zero_signal does not see it: a group of equal rewards is dropped, although its lengths differ.
-    """
+    """Reward that long rollouts lose before advantages are made. filters.zero_signal ignores it: a group of equal
+    rewards is dropped, although its lengths differ."""
 
     type: Literal["overlong", "per_token"]
     """overlong: nothing up to max_length - buffer_length sampled tokens, then in proportion up to weight at max_length
-    (the soft overlong punishment of DAPO, arXiv 2503.14476). per_token: weight for each sampled token."""
+    (DAPO, arXiv 2503.14476). per_token: weight for each sampled token."""
 
     weight: float = Field(ge=0.0)
-    """overlong: the largest deduction, 1 in DAPO. per_token: the deduction per token, 1e-4 for example."""
+    """overlong: the largest deduction, 1 in DAPO. per_token: the deduction per token, such as 1e-4."""
 
     max_length: int | None = Field(default=None, ge=1)
-    """overlong: sampled tokens at which the whole weight comes off; usually sampling.max_tokens."""
+    """overlong: sampled tokens at which all of weight comes off; usually sampling.max_tokens."""
 
     buffer_length: int | None = Field(default=None, ge=1)
-    """overlong: the last so many tokens before max_length over which the penalty grows."""
+    """overlong: tokens before max_length over which the penalty grows."""
 
     @model_validator(mode="after")
     def _lengths_of_this_type(self) -> Self:
@@ -48,14 +46,14 @@ class AdvantageConfig(BaseConfig):
     """How rewards of a group become advantages."""
 
     type: Literal["default", "grpo", "rloo", "opo", "custom"] = "default"
-    """default: reward minus the group's mean. grpo: default divided by the group's standard deviation. rloo: reward
-    minus the mean of the others. opo: reward minus the length-weighted mean. custom: your function."""
+    """default: reward minus the group's mean. grpo: default over the group's standard deviation. rloo: reward minus the
+    mean of the others. opo: reward minus the length-weighted mean. custom: your function."""
 
     length_penalty: LengthPenaltyConfig | None = None
     """Reward that long rollouts lose; None means none."""
 
     import_path: str | None = None
-    """custom: `package.module.function`, called with the rewards and sampled lengths of a group, arrays (G,)."""
+    """custom: `package.module.function`, called with a group's rewards and sampled lengths, arrays (G,)."""
 
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """custom: keyword arguments of the function."""
@@ -86,13 +84,13 @@ class TeacherClientConfig(BaseConfig):
     """Base URLs of servers of the teacher, with or without a trailing /v1."""
 
     api_key_var: str = "MESHRL_API_KEY"
-    """Environment variable that holds the servers' bearer token; none is sent while it is unset."""
+    """Environment variable with the servers' bearer token; unset sends none."""
 
     call_deadline_s: float = Field(default=120.0, gt=0.0)
-    """Longest time that one call may take."""
+    """Longest time of one call."""
 
     failover_s: float = Field(default=60.0, gt=0.0)
-    """How long a call is tried again, at this server or another, before the run ends."""
+    """How long a call is tried again, at any server, before the run ends."""
 
     @model_validator(mode="after")
     def _urls(self) -> Self:
@@ -106,7 +104,7 @@ class TeacherModelConfig(BaseConfig):
     """Which model the teacher is."""
 
     name: str = ""
-    """The model's name at its servers; empty leaves it out, for servers with one model."""
+    """Its name at the servers; empty leaves it out, for servers with one model."""
 
 
 class TeacherConfig(BaseConfig):
@@ -122,10 +120,10 @@ class TeacherConfig(BaseConfig):
     """sft: host:port of rollout services in which the teacher plays (rollout.text_samples); rl starts one."""
 
     max_inflight: int = Field(default=64, ge=1)
-    """Most calls for scores in flight at once."""
+    """Most calls for scores at once."""
 
     cache_tokens: int = Field(default=4_000_000, ge=0)
-    """Scores of so many tokens are cached; 4 bytes each, and 8 for each of algo.top_k."""
+    """Tokens whose scores are cached; 4 bytes each, and 8 for each of algo.top_k."""
 
 
 AlgoName = Literal["grpo", "max_rl", "rae", "hierarchical_grpo", "echo", "opd", "opsd", "sft", "custom"]
@@ -142,7 +140,6 @@ _KEYS_OF: dict[str, tuple[str, ...]] = {
     "sft": ("weight", "min_reward"),
     "custom": ("import_path", "kwargs", "teacher"),
 }
-"""Keys that only some types have."""
 
 
 class AlgoConfig(BaseConfig):
@@ -152,11 +149,11 @@ class AlgoConfig(BaseConfig):
     """grpo: advantages by orchestrator.advantage. max_rl: reward minus the mean, over the mean. rae: each agent against
     its own usual reward, for self-play. hierarchical_grpo: solvers compared within an episode, other agents between
     episodes. echo: grpo, and cross-entropy on the answers of tools. opd: the KL to a teacher on the policy's own
-    tokens. opsd: the KL to the policy itself, once it has seen the best rollout of the task. sft: cross-entropy on
-    rollouts that a teacher plays. custom: your class."""
+    tokens. opsd: the KL to the policy itself after the task's best rollout. sft: cross-entropy on rollouts that a
+    teacher plays. custom: your class."""
 
     decay: float = Field(default=0.95, ge=0.0, lt=1.0)
-    """rae: share of an agent's baseline kept at each rollout; it follows about the last 1 / (1 - decay) rollouts."""
+    """rae: share of an agent's baseline kept at each rollout; it follows about the last 1 / (1 - decay)."""
 
     episode_agents: list[str] = Field(default=["solver"], min_length=1)
     """hierarchical_grpo: agents that are compared within one episode."""
@@ -165,22 +162,22 @@ class AlgoConfig(BaseConfig):
     """echo: whose messages are learned by cross-entropy."""
 
     weight: float | None = Field(default=None, gt=0.0)
-    """echo, opd, opsd, sft: weight of their tokens in the ce or ref_kl term; None is 0.1 for echo, 1 for the others."""
+    """echo, opd, opsd, sft: weight of their tokens in the ce or ref_kl term; None is 0.1 for echo, else 1."""
 
     context_tokens: int | None = Field(default=None, ge=2)
-    """opsd: most tokens of a demonstration and the sample behind it, less than the engines' max_model_len; None takes
+    """opsd: most tokens of a demonstration and the sample behind it, less than the engines' max_model_len; None is
     orchestrator.seq_len less one."""
 
     top_k: int = Field(default=0, ge=0, le=64)
-    """opd, opsd: sum the KL over so many of the teacher's likeliest tokens, with all others as one, instead of sampling
-    it: far less noise a step, for 8 bytes a token and candidate. 0 samples."""
+    """opd, opsd: sum the KL over so many of the teacher's likeliest tokens, with all others as one: far less noise a
+    step, for 8 bytes a token and candidate. 0 samples it."""
 
     min_reward: float | None = None
-    """sft: learn only from the teacher's rollouts of at least this reward; None takes all."""
+    """sft: learn only from rollouts of at least this reward; None takes all."""
 
     teacher: TeacherConfig | None = None
     """opd, custom: a teacher of this algorithm alone; None takes orchestrator.teacher. opsd: an engine with the run's
-    first weights; None takes the current policy, which drifts with training."""
+    first weights; None takes the current policy, which drifts."""
 
     import_path: str | None = None
     """custom: `package.module.Class`, a subclass of meshrl.algorithms.recipes.base.Recipe."""
@@ -190,7 +187,7 @@ class AlgoConfig(BaseConfig):
 
     @property
     def compares(self) -> bool:
-        """Whether a group of one rollout has nothing to learn from."""
+        """Whether a group of one rollout teaches nothing."""
         return self.type in ("grpo", "max_rl", "opsd")
 
     @model_validator(mode="after")

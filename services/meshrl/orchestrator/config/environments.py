@@ -1,4 +1,4 @@
-"""The environments of a run, as the `orchestrator` section lists them: what training draws from, what is evaluated."""
+"""The environments of a run, as the `orchestrator` section lists them."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ class RunEnvConfig(EnvConfig):
     """One environment of a run."""
 
     local: bool = True
-    """Hosted by the rollout program that rl starts. False: a service of orchestrator.services.rollout hosts it, and it
-    need not be installed here."""
+    """Hosted by the rollout program that rl starts. False: by a service of orchestrator.services.rollout; it need not
+    be installed here."""
 
 
 class TrainEnvConfig(RunEnvConfig):
     """One environment that training draws tasks from."""
 
     group_size: int | None = Field(default=None, ge=1, validation_alias=GROUP_SIZE_SPELLINGS)
-    """Rollouts per task of this environment, at least 2 where they are compared; None takes orchestrator.group_size."""
+    """Rollouts per task here, at least 2 where they are compared; None takes orchestrator.group_size."""
 
     algo: AlgoConfig | None = None
-    """The algorithm that this environment is trained with; None takes orchestrator.algo."""
+    """The algorithm of this environment; None takes orchestrator.algo."""
 
 
 class TrainEnvsConfig(BaseConfig):
@@ -45,10 +45,10 @@ class EvalEnvConfig(RunEnvConfig):
     """One environment for evaluations. A key that is None is taken from `eval`."""
 
     interval: int | None = Field(default=None, ge=1)
-    """Evaluate this environment after every this many steps; None takes eval.interval."""
+    """Evaluate this environment after every so many steps; None takes eval.interval."""
 
     num_examples: int | None = Field(default=None, ge=-1)
-    """Number of tasks of this environment, from the first on. -1 takes all, None takes eval.num_examples."""
+    """Tasks of this environment, from the first on. -1 takes all, None eval.num_examples."""
 
     group_size: int | None = Field(default=None, ge=1, validation_alias=GROUP_SIZE_SPELLINGS)
     """Rollouts per task: the k of avg@k and pass@k; None takes eval.group_size."""
@@ -58,7 +58,7 @@ class EvalConfig(BaseConfig):
     """Evaluations during a run."""
 
     interval: int = Field(default=100, ge=1)
-    """Evaluate after every this many steps."""
+    """Evaluate after every so many steps."""
 
     env: list[EvalEnvConfig] = Field(default_factory=list)
     """Evaluation environments; at least one. Training environments may be named again."""
@@ -79,7 +79,7 @@ class EvalConfig(BaseConfig):
     """Evaluate the last version after the last step."""
 
     pass_threshold: float = 1.0
-    """A rollout passes when its reward is at least this; pass@k counts tasks with a passing rollout."""
+    """Least reward of a rollout that passes; pass@k counts tasks with a passing rollout."""
 
     max_inflight_rollouts: int = Field(default=256, ge=1)
     """Most evaluation rollouts in flight at once."""

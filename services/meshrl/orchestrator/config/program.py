@@ -1,4 +1,4 @@
-"""Configuration of the `orchestrator` program; read by its main and composed by the `rl` launcher."""
+"""Configuration of the `orchestrator` program; composed by the `rl` launcher."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ class FilterConfig(BaseConfig):
     """Which finished groups are not worth a gradient."""
 
     zero_signal: bool = True
-    """Drop groups whose rewards are all equal: their advantages are zero. Dropped groups are counted and replaced."""
+    """Drop groups whose rewards are all equal: their advantages are zero. Others replace them."""
 
     zero_signal_tolerance: float = Field(default=1e-8, ge=0.0)
     """Rewards that differ by no more than this count as equal."""
 
     max_zero_signal_groups: int = Field(default=1000, ge=1)
-    """Stop with an error after this many zero-signal groups in a row, whose tasks have no signal left."""
+    """Stop with an error after so many zero-signal groups in a row."""
 
     max_lost_groups: int = Field(default=64, ge=1)
-    """Stop with an error after this many groups in a row that failures left with fewer than two rollouts."""
+    """Stop with an error after so many groups in a row that failures left with fewer than two rollouts."""
 
     empty: bool = True
     """Drop rollouts in which the policy sampled no token."""
@@ -61,10 +61,10 @@ class RunLoraConfig(BaseConfig):
     """Scale: a layer adds alpha / rank times the product; None is twice the rank."""
 
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Share of the adapter's input that is dropped in training."""
+    """Share of the adapter's input dropped in training."""
 
     target_modules: list[str] = Field(default_factory=list)
-    """Layers that have it, such as q_proj; none named: those of trainer.model.lora."""
+    """Layers that have it, such as q_proj; empty: those of trainer.model.lora."""
 
 
 class RunLossConfig(BaseConfig):
@@ -74,7 +74,7 @@ class RunLossConfig(BaseConfig):
     """Its name, as trainer.loss.type has it."""
 
     constants: dict[str, float] = Field(default_factory=dict)
-    """Its constants by their names; the others are those of the loss."""
+    """Its constants by name; the others keep their defaults."""
 
 
 class RunOptimConfig(BaseConfig):
@@ -96,7 +96,7 @@ class RunOptimConfig(BaseConfig):
     """muon, sgd: decay of the momentum."""
 
     max_norm: float | None = Field(default=None, ge=0.0)
-    """Gradients are scaled down to this norm; 0 is never."""
+    """Gradients are scaled down to this norm; 0: never."""
 
 
 class RunSchedulerConfig(BaseConfig):
@@ -116,7 +116,7 @@ class RunSchedulerConfig(BaseConfig):
 
 
 class NewRunConfig(BaseConfig):
-    """A run that this orchestrator makes at a trainer of several runs when it starts, unless it exists."""
+    """A run that this orchestrator makes at a trainer of several runs, unless it exists."""
 
     lora: RunLoraConfig | None = None
     """Its adapter; None is as trainer.model.lora has it."""
@@ -157,8 +157,8 @@ class NewRunConfig(BaseConfig):
         return text
 
     def spec(self, default: AdapterSpec | None = None) -> RunSpec:
-        """How the trainer is to train it; the rest is as in the trainer's own configuration. `default` is the trainer's
-        adapter. Raises ValueError for an adapter without a rank."""
+        """What is not set is as in the trainer's own configuration. `default` is the trainer's adapter. Raises
+        ValueError for an adapter without a rank."""
         adapter, optim, schedule = None, self.optim, self.scheduler
         if self.lora is not None:
             rank = self.lora.rank or (None if default is None else default.rank)
@@ -199,14 +199,13 @@ class NewRunConfig(BaseConfig):
 
 
 class AlertsConfig(BaseConfig):
-    """The alerts of a run: the causes of `meshrl doctor`, looked for after each step. The log and W&B get them."""
+    """The causes of `meshrl doctor`, looked for after each step. The log and W&B get them."""
 
     ignore: list[str] = Field(default_factory=list)
     """Causes that are not looked for, such as idle_engines."""
 
     webhook_var: str | None = None
-    """Environment variable with the URL to which each alert is posted when it begins, as JSON with `text`; None posts
-    nothing."""
+    """Environment variable with the URL to which each new alert is posted, as JSON with `text`; None posts nothing."""
 
     @field_validator("ignore")
     @classmethod
@@ -224,7 +223,7 @@ class DeadlinesConfig(BaseConfig):
     """For rollout, trainer and weights to serve, and for version 0 to be active."""
 
     group_s: float = Field(default=600.0, gt=0.0)
-    """For one group of rollouts; those still running then come back as failures."""
+    """For one group of rollouts; those still running then count as failures."""
 
     unreachable_s: float = Field(default=8.0, gt=0.0)
     """For a service that does not answer to come back; then the run ends."""
@@ -233,7 +232,7 @@ class DeadlinesConfig(BaseConfig):
     """For refused groups (overload, or no engine has the version) to be accepted, over all attempts."""
 
     place_s: float = Field(default=3600.0, gt=0.0)
-    """For a place at the trainer, while it holds as many runs as it may."""
+    """For a place at a trainer that holds as many runs as it may."""
 
     batch_s: float = Field(default=3600.0, gt=0.0)
     """For the groups of one step."""
@@ -248,22 +247,22 @@ class DeadlinesConfig(BaseConfig):
     """For one evaluation."""
 
     sleep_s: float = Field(default=60.0, gt=0.0)
-    """For engines to fall asleep, with sleep_engines; then the step continues beside those still awake."""
+    """For engines to fall asleep, with sleep_engines; then the step goes on beside those awake."""
 
 
 class LogprobCheckConfig(BaseConfig):
     """At the start, whether engines and trainer give the same tokens the same logprobs."""
 
     max_mean_abs: float = Field(default=0.05, gt=0.0)
-    """Largest mean of |trainer logprob - engine logprob| in nats that counts as rounding. bfloat16 gives about 0.003;
-    another or a wrongly computed model 0.5 and more."""
+    """Largest mean of |trainer logprob - engine logprob| in nats that counts as rounding. bfloat16 gives about 0.003,
+    another model 0.5 and more."""
 
     fatal: bool = False
-    """End the run if they differ, before the first new version is served; otherwise report it."""
+    """End the run if they differ, before the first new version is served; otherwise warn."""
 
 
 class RolloutSamplesConfig(BaseConfig):
-    """Rollouts that are kept for people to read, in `rollouts/step_N.jsonl.zst` of the output folder."""
+    """Rollouts kept for people to read, in `rollouts/step_N.jsonl.zst` of the output folder."""
 
     interval: int = Field(default=1, ge=1)
     """Keep some of every so many steps."""
@@ -278,8 +277,8 @@ class RolloutSamplesConfig(BaseConfig):
     """Of each environment, others drawn by chance."""
 
     max_mib: float = Field(default=4.0, gt=0.0)
-    """Most MiB of a step before compression, some tenth of that on disk. Failures come first, then the worst, the best
-    and the others."""
+    """Most MiB of a step before compression, about a tenth on disk. Failures come first, then the worst, the best and
+    the others."""
 
 
 class OrchestratorConfig(BaseConfig):
@@ -295,40 +294,40 @@ class OrchestratorConfig(BaseConfig):
     """Sampling of training rollouts; an unset value takes the environment's default."""
 
     batch_size: int = Field(default=128, ge=2)
-    """Rollouts per step; a multiple of group_size, and of that of each environment with one of its own."""
+    """Rollouts per step; a multiple of every environment's group_size."""
 
     group_size: int = Field(default=8, ge=1, validation_alias=GROUP_SIZE_SPELLINGS)
     """Rollouts per task. The older spelling rollouts_per_example is accepted."""
 
     seq_len: int = Field(default=2048, ge=2)
-    """Token budget of a micro-batch, to which longer rollouts are cut; at most the trainer's seq_len. By default rl
-    takes a longer seq_len of the trainer, since a GPU computes long rows faster than short ones."""
+    """Token budget of a micro-batch, to which longer rollouts are cut; at most the trainer's seq_len. rl defaults to a
+    longer seq_len of the trainer: a GPU computes long rows faster."""
 
     max_steps: int | None = Field(default=None, ge=1)
-    """Stop after this many steps; None runs until it is stopped."""
+    """Stop after so many steps; None runs until it is stopped."""
 
     max_async_level: int = Field(default=2, ge=0)
     """Most steps that generation may be ahead of training: 0 is synchronous on-policy, 1 full overlap."""
 
     max_off_policy_steps: int = Field(default=8, ge=0)
-    """A rollout is dropped when its oldest token is more than this many versions behind the policy that trains it."""
+    """A rollout is dropped when its oldest token is more versions than this behind the policy that trains it."""
 
     max_inflight_rollouts: int | None = Field(default=None, ge=1)
     """Most training rollouts in flight; None means the room under max_async_level: batch_size times (max_async_level +
     1)."""
 
     advantage: AdvantageConfig = AdvantageConfig()
-    """How rewards of a group become advantages, in the algorithms grpo, hierarchical_grpo and echo."""
+    """How rewards of a group become advantages, for grpo, hierarchical_grpo and echo."""
 
     algo: AlgoConfig | None = None
     """The algorithm of every training environment without its own; None follows training_mode."""
 
     training_mode: Literal["rl", "opd", "sft"] = "rl"
-    """Training signal if no algorithm is named. rl: rewards (the algorithm grpo), without a teacher. opd: a teacher's
-    scores of the policy's own tokens. sft: rollouts that a teacher plays."""
+    """Training signal if no algorithm is named. rl: rewards (the algorithm grpo). opd: a teacher's scores of the
+    policy's own tokens. sft: rollouts that a teacher plays."""
 
     teacher: TeacherConfig | None = None
-    """The model that algorithms with a teacher learn from; None means none. rl does not start it."""
+    """The model that algorithms with a teacher learn from. rl does not start it."""
 
     filters: FilterConfig = FilterConfig()
     """Which finished groups are dropped."""
@@ -337,20 +336,20 @@ class OrchestratorConfig(BaseConfig):
     """Longest waits for other programs."""
 
     alerts: AlertsConfig = AlertsConfig()
-    """What is looked for in the metrics of each step, and who gets it."""
+    """What is looked for in each step's metrics, and who gets it."""
 
     logprob_check: LogprobCheckConfig = LogprobCheckConfig()
-    """In the first step with enough data, check that the logprobs of engines and trainer agree."""
+    """In the first step with enough data, check that engines and trainer agree on logprobs."""
 
     activation_policy: Literal["rolling", "gang"] = "rolling"
     """rolling: each engine takes a version when it has it; gang: all engines together."""
 
     min_ready: int = Field(default=0, ge=0)
-    """Engines that must serve a version before its activation counts; 0 means all that are in the pool."""
+    """Engines that must serve a version before its activation counts; 0 means all in the pool."""
 
     sleep_engines: bool = False
-    """At max_async_level 0, have engines give their memory back while the trainer trains; the next version wakes them.
-    rl sets it with inference.sleep_while_training."""
+    """At max_async_level 0, have engines give their memory back while the trainer trains. rl sets it with
+    inference.sleep_while_training."""
 
     engine_pool: str = ""
     """Pool of engines to sample from; empty is the only or first one."""
@@ -366,12 +365,12 @@ class OrchestratorConfig(BaseConfig):
     None: a step that is done is final. rl takes it from ckpt.interval."""
 
     checkpoint_at_end: bool = False
-    """The trainer saves its last step, so write the orchestrator's part of that checkpoint, as checkpoint_interval
-    always does. rl sets it with ckpt."""
+    """The trainer saves its last step: write the orchestrator's part of that checkpoint, as checkpoint_interval always
+    does. rl sets it with ckpt."""
 
     mesh: Path | None = None
-    """Folder of a running mesh, which supplies the addresses that `services` leaves out and the token; output_dir
-    defaults to run_RUN_ID in it. None: the addresses are those of `services`."""
+    """Folder of a running mesh, which supplies the token and the addresses that `services` leaves out; output_dir
+    defaults to run_RUN_ID in it."""
 
     session: str = ""
     """Names one launch: an orchestrator that restarts under the same name continues the run of its output_dir, even
@@ -381,7 +380,7 @@ class OrchestratorConfig(BaseConfig):
     """Addresses of the three services."""
 
     exchange: ExchangeConfig | None = None
-    """Where rollout workers without a reachable address dial in; None: nowhere. services.rollout may then be empty."""
+    """Where rollout workers without a reachable address dial in; services.rollout may then be empty."""
 
     server: ServerConfig | None = None
     """Where to serve health; None means nowhere."""
@@ -392,8 +391,8 @@ class OrchestratorConfig(BaseConfig):
     seeds."""
 
     bench: bool = False
-    """Run 5 steps (or max_steps) and log a table of throughput and times, without the first step. If `services` is left
-    out, stand-ins with made-up rollouts take their place, and the orchestrator is measured alone."""
+    """Run 5 steps (or max_steps) and log a table of throughput and times, without the first step. Without `services`,
+    stand-ins with made-up rollouts take their place: the orchestrator is measured alone."""
 
     tls: TlsConfig = TlsConfig()
     """Certificates and tokens by which this program and its peers know each other."""
@@ -402,14 +401,14 @@ class OrchestratorConfig(BaseConfig):
     """Folder for metrics, ledger, logs and traces."""
 
     readable_by: ReadableBy = "owner"
-    """Who may read what this program writes: its own user alone, also the group of the files, or everyone on the
-    machine. Credentials stay for the owner."""
+    """Who may read the files of this program: its own user, also their group, or everyone on the machine. Credentials
+    stay for the owner."""
 
     log: LogConfig = LogConfig()
     """Logging."""
 
     rollout_samples: RolloutSamplesConfig | None = RolloutSamplesConfig()
-    """Rollouts of each step that are kept to be read; None keeps none."""
+    """Rollouts of each step kept to be read; None keeps none."""
 
     wandb: WandbConfig | None = None
     """Weights & Biases; None means off."""
@@ -517,25 +516,25 @@ class OrchestratorConfig(BaseConfig):
 
     @property
     def task_seed(self) -> int:
-        """The seed of the order of tasks and of evaluations."""
+        """Of the order of tasks and of evaluations."""
         return 0 if self.seed is None else self.seed
 
     @property
     def sampling_seed(self) -> int | None:
-        """The base of the seeds of training rollouts; None if no seed was configured."""
+        """Base of the seeds of training rollouts; None if none was configured."""
         if self.sampling.seed is not None or self.seed is not None:
             return self.seed if self.sampling.seed is None else self.sampling.seed
         return None if all(env.sampling.seed is None for env in self.train.env) else self.task_seed
 
     @property
     def algos(self) -> dict[str, AlgoConfig]:
-        """The algorithm of each training environment."""
+        """By training environment."""
         usual = self.algo or AlgoConfig(type="grpo" if self.training_mode == "rl" else self.training_mode)
         return {env.resolved_name: env.algo or usual for env in self.train.env}
 
     @property
     def teachers(self) -> dict[str, TeacherConfig | None]:
-        """The teacher of each training environment; None for one whose algorithm has none."""
+        """By training environment; None where the algorithm has none."""
         return {
             name: algo.teacher or (self.teacher if algo.type in (*TAUGHT, "custom") else None)
             for name, algo in self.algos.items()
@@ -548,8 +547,7 @@ class OrchestratorConfig(BaseConfig):
 
     @property
     def teacher_services(self) -> Sequence[str]:
-        """Rollout services in which the teacher plays. Raises RunError if it plays an environment and none is named: rl
-        names its own."""
+        """Rollout services in which the teacher plays. Raises RunError if it plays an environment and none is named."""
         if not self.taught_environments:
             return ()
         if self.teacher is None or self.teacher.rollout is None:
@@ -561,7 +559,7 @@ class OrchestratorConfig(BaseConfig):
 
     @property
     def log_extras(self) -> LogExtrasConfig | None:
-        """How often samples and distributions are shown, by the first destination that is configured for them."""
+        """As the first destination is configured that shows samples and distributions."""
         return log_extras_of(self.wandb or self.prime_monitor, self.log)
 
     @property
@@ -571,7 +569,7 @@ class OrchestratorConfig(BaseConfig):
 
     @property
     def mixture(self) -> dict[str, float]:
-        """Share of the rollouts asked of each training environment: its ratio times its group size."""
+        """Each training environment's share of the rollouts: its ratio times its group size."""
         weights = {env.resolved_name: env.ratio * self.group_sizes[env.resolved_name] for env in self.train.env}
         return {name: weight / sum(weights.values()) for name, weight in weights.items()}
 

@@ -1,1 +1,1 @@
-"""Rollout workers that dial in: their leases and calls, and what makes each look like a RolloutService."""
+"""Rollout workers that dial in: their leases and calls, behind the methods of a RolloutService."""

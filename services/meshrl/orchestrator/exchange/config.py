@@ -1,4 +1,4 @@
-"""Keys of the server that rollout workers dial: the section `exchange` of the orchestrator."""
+"""The section `exchange` of the orchestrator."""
 
 from __future__ import annotations
 
@@ -10,26 +10,25 @@ from meshrl.core.config.shared import ServerConfig
 
 
 class ExchangeConfig(ServerConfig):
-    """Where rollout workers without a reachable address dial in, and the terms."""
+    """Where rollout workers without a reachable address dial in."""
 
     port: int = Field(default=50054, ge=0, le=65535)
     """Port to bind; 0 takes a free one, which the log names."""
 
     lease_s: float = Field(default=60.0, gt=0.0)
-    """Seconds for which a silent worker keeps its groups. Then others play them, and its later results are dropped."""
+    """Seconds for which a silent worker keeps its groups. Then others play them, and its late results are dropped."""
 
     heartbeat_s: float = Field(default=5.0, gt=0.0)
-    """Seconds between two signs of life. After three missing ones either side ends the stream; the worker dials again.
-    """
+    """Seconds between signs of life. After three missing ones the stream is ended; the worker dials again."""
 
     window: int = Field(default=256, ge=1)
-    """Rollouts that a worker may send before the orchestrator has booked them."""
+    """Rollouts that a worker may send ahead of the orchestrator's bookkeeping."""
 
     wait_s: float = Field(default=1800.0, gt=0.0)
-    """Seconds that the run waits for a host of an environment; then it ends."""
+    """Seconds that the run waits for a host of an environment before it ends."""
 
     workers: list[str] = Field(default=[])
-    """Workers that the run waits for before it begins, by name, for up to deadlines.startup_s. Empty: it begins once
+    """Names of workers that the run waits for before it begins, for up to deadlines.startup_s. Empty: it begins once
     each environment has a host. Others may dial in at any time."""
 
     @model_validator(mode="after")

@@ -26,8 +26,8 @@ LOOK_S = 1.0
 
 
 class RolloutExchange(pb_grpc.RolloutExchangeServicer):
-    """The server that workers dial. `start` it before the run waits for its services, `close` it at the end. Raises
-    ConfigError if it cannot be bound. `credentials` default to the MESHRL_TLS_ variables."""
+    """`start` it before the run waits for its services. Raises ConfigError if it cannot be bound. `credentials` default
+    to the MESHRL_TLS_ variables."""
 
     def __init__(self, config: ExchangeConfig, pool: RolloutPool, *, credentials: Credentials | None = None) -> None:
         self.workers: dict[str, DialedInWorker] = {}
@@ -52,7 +52,7 @@ class RolloutExchange(pb_grpc.RolloutExchangeServicer):
         await self._server.drain(grace_s=0.0)
 
     def attach(self, hello: pb.WorkerHello, owner: str) -> tuple[DialedInWorker, WorkerStream]:
-        """A worker dials in; `owner` is the identity in its credentials. Raises MeshError if it may not."""
+        """`owner` is the identity in the worker's credentials. Raises MeshError if it may not dial in."""
         worker = self.workers.get(hello.worker)
         if worker is None:
             worker = DialedInWorker(hello.worker, self._config)

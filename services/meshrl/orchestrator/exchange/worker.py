@@ -1,7 +1,7 @@
-"""One worker that dialled in, as the rollout pool sees it: the same methods as a client of a RolloutService.
+"""One worker that dialled in, with the methods of a client of a RolloutService.
 
 Its calls outlive its streams: while it is away they wait for as long as its lease. Then they fail as those of a service
-that is gone, and the pool plays the missing rollouts elsewhere.
+that is gone.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from meshrl.wire.types import (
 
 SILENT_HEARTBEATS = 3
 MARGIN_S = 15.0
-"""What a group may take beyond the deadline of its request."""
+"""Of a group, beyond the deadline of its request."""
 
 PREFIX = "exchange/"
-"""Before a worker's name, where a service has its address."""
+"""Before a worker's name, in place of an address."""
 
 
 class WorkerStream:
@@ -59,7 +59,7 @@ EventT = TypeVar("EventT")
 
 @dataclass(eq=False)
 class OpenCall(Generic[EventT]):
-    """One group at a worker. `received` and `taken` are numbers of events."""
+    """One group at a worker. `received` and `taken` count events."""
 
     call_id: str
     request: RolloutRequest
@@ -68,11 +68,10 @@ class OpenCall(Generic[EventT]):
     waiting: deque[EventT] = field(default_factory=deque)
     """Received, not taken; the first has the number taken + 1."""
     news: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when something is received."""
 
 
 class CallBook(Generic[EventT]):
-    """The calls of one worker. `window`: events that it may have sent before they are taken."""
+    """The calls of one worker, which may send `window` events before they are taken."""
 
     def __init__(self, window: int) -> None:
         self.calls: dict[str, OpenCall[EventT]] = {}
@@ -88,8 +87,8 @@ class CallBook(Generic[EventT]):
         return call
 
     def receive(self, call_id: str, seq: int, event: EventT) -> bool:
-        """Returns False for an event that was received before, or of a call that is over. Raises INVALID_REQUEST for an
-        event that does not follow the last."""
+        """Returns False for an event received before, or of a call that is over. Raises INVALID_REQUEST for one that
+        does not follow the last."""
         call = self.calls.get(call_id)
         if call is None or seq <= call.received:
             return False
@@ -102,29 +101,26 @@ class CallBook(Generic[EventT]):
         return True
 
     def take(self, call: OpenCall[EventT]) -> int:
-        """Records that the caller has booked the first waiting event; returns its number, to be acknowledged."""
+        """The caller has booked the first waiting event; returns its number."""
         call.waiting.popleft()
         call.taken += 1
         return call.taken
 
     def end(self, call_id: str) -> OpenCall[EventT] | None:
-        """Removes a call; returns it with the events that still wait."""
         return self.calls.pop(call_id, None)
 
     def cursors(self, held: Iterable[str]) -> Mapping[str, int]:
-        """The next event to send of each of the calls `held` by a returning worker that is still wanted."""
+        """The next event of each wanted call that a returning worker holds."""
         return {call_id: self.calls[call_id].taken + 1 for call_id in held if call_id in self.calls}
 
     def missing(self, held: Iterable[str]) -> tuple[list[OpenCall[EventT]], list[OpenCall[EventT]]]:
-        """The calls that such a worker lacks: those to start again, and those of which it has lost a part."""
+        """Calls that such a worker lacks: those to start again, and those of which it has lost a part."""
         known = set(held)
         gone = [call for call in self.calls.values() if call.call_id not in known]
         return [call for call in gone if not call.received], [call for call in gone if call.received]
 
 
 class DialedInWorker:
-    """A worker by its name."""
-
     def __init__(self, name: str, config: ExchangeConfig) -> None:
         self.name = name
         self.address = PREFIX + name
@@ -151,7 +147,7 @@ class DialedInWorker:
         return time.monotonic() - self._heard_s
 
     def attach(self, hello: pb.WorkerHello) -> WorkerStream:
-        """A new stream of this worker, which takes the place of the one before; its first message is the lease."""
+        """A new stream in place of the one before; its first message is the lease."""
         if self._stream is not None:
             self._stream.close(MeshError(Reason.CANCELLED, f"worker {self.name!r} has opened another stream"))
         stream = self._stream = WorkerStream()
@@ -200,7 +196,7 @@ class DialedInWorker:
                 pass
 
     def check_silence(self) -> None:
-        """Called every second: ends a stream that is silent, and the lease of a worker that stays away."""
+        """Called every second: ends a silent stream, and the lease of a worker that stays away."""
         silent_s = self.silent_s
         if self._stream is not None and silent_s > SILENT_HEARTBEATS * self._config.heartbeat_s:
             self._stream.close(MeshError(Reason.UNREACHABLE, f"nothing was heard for {silent_s:.0f} s"))
@@ -238,7 +234,7 @@ class DialedInWorker:
             self._stream.send(pb.AttachResponse(start=start))
 
     def _fail(self, call: OpenCall[pb.CallEvent | MeshError], error: MeshError) -> None:
-        """The call's caller gets the events received so far, and then the error."""
+        """The caller gets the events received so far, and then the error."""
         self._book.end(call.call_id)
         call.waiting.append(error)
         call.news.set()
@@ -252,7 +248,7 @@ class DialedInWorker:
     # --- as a client of a RolloutService ----------------------------------------------------------
 
     async def wait_until_serving(self, deadline_s: float, on_wait: Callable[[str], None] = lambda why: None) -> None:
-        """Returns at once: a worker that the pool knows has dialled in."""
+        """Returns at once: a known worker has dialled in."""
         if why := await self.why_not_serving(deadline_s):
             on_wait(why)
             raise MeshError(Reason.UNREACHABLE, why)
@@ -272,9 +268,9 @@ class DialedInWorker:
         return self._status
 
     async def run_rollouts(self, request: RolloutRequest) -> AsyncGenerator[RolloutEvent, None]:
-        """As `RolloutClient`; each event that the caller has come back for is acknowledged to the worker. Raises
-        MeshError: the worker's own refusal, OVERLOADED while it has no room, UNREACHABLE when it is away, or stays away
-        for its whole lease."""
+        """As `RolloutClient`; each event that the caller has come back for is acknowledged. Raises MeshError: the
+        worker's own refusal, OVERLOADED while it has no room, UNREACHABLE when it is away, or stays away for its whole
+        lease."""
         if self._stream is None:
             raise MeshError(Reason.UNREACHABLE, f"{self.address} is away: {await self.why_not_serving(0.0)}")
         if request.group_size > self._room:
@@ -317,7 +313,7 @@ class DialedInWorker:
         yield summary
 
     async def cancel_rollouts(self, group_ids: Sequence[str] = ()) -> int:
-        """Stops the groups named, or all; their streams end with a summary. Returns how many rollouts had not ended."""
+        """Stops the groups named, or all. Returns how many rollouts had not ended."""
         stopped = 0
         for call in self._book.calls.values():
             if self._stream is not None and (not group_ids or call.request.group_id in group_ids):

@@ -1,1 +1,1 @@
-"""The orchestrator as a client: connecting, uploading batches, following the trainer, relaying versions to the hub."""
+"""The orchestrator as a client: connecting, uploading batches, following the trainer, relaying versions."""

@@ -1,10 +1,9 @@
 """Uploads batches from disk to the trainer in order, and reports which steps are done, over restarts of the trainer.
 
 upload   a task: sends each batch that is on disk; waits for the next one, or while the trainer's queue is full.
-         When the trainer refuses a batch for its content, waits until the loop has withdrawn that batch and later ones
-watcher  its `follow`, a task: reads the trainer's events; when the trainer restarts at step k, uploading and waiting go
-         back to k
-next     called by the finisher: waits for the next step to be done and returns the trainer's event for it
+         When the trainer refuses a batch for its content, waits until the loop has withdrawn it and later ones
+watcher  its `follow`, a task: reads the trainer's events; when the trainer restarts at step k, all goes back to k
+next     waits for the next step to be done and returns the trainer's event for it
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import RunInfo, StepEvent
 
 REFUSALS_IN_A_ROW = 5
-"""The run ends when this many batches were refused for their content and none was taken in between."""
+"""The run ends when so many batches were refused for their content and none was taken in between."""
 
 _OUT_OF_STEP = frozenset({Reason.STEP_OUT_OF_ORDER, Reason.BATCH_CONFLICT})
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchRefusal:
-    """The trainer does not take the content of the batch of `step`."""
+    """The trainer does not take the content of this step's batch."""
 
     step: int
     error: MeshError
@@ -41,7 +40,7 @@ class BatchRefusal:
 class BatchUploader:
     def __init__(self, client: TrainerClient, run: Run, *, deadlines: DeadlinesConfig, clock: Clock) -> None:
         self.refused: BatchRefusal | None = None
-        """A batch that the trainer does not take; nothing is uploaded until it is withdrawn."""
+        """Nothing is uploaded until it is withdrawn."""
         self.watcher = StepWatcher(
             client,
             run=run.info,
@@ -67,7 +66,7 @@ class BatchUploader:
         self._changed.beat()
 
     def withdraw(self, step: int) -> None:
-        """Takes apart the refused batch of `step` and those after it, in whose place others come."""
+        """The refused batch of `step` and later ones are undone."""
         self._steps.recorded = step - 1
         self._steps.uploaded = min(self._steps.uploaded, self._steps.recorded)
         self.refused = None
@@ -81,7 +80,7 @@ class BatchUploader:
         self._changed.beat()
 
     async def wait_for_room(self, at_most: int) -> None:
-        """Returns when fewer than `at_most` batches are at the trainer, or one was refused."""
+        """Until fewer than `at_most` batches are at the trainer, or one was refused."""
         while self.refused is None and self._steps.recorded - self._steps.trained >= at_most:
             await self._changed.next()
 

@@ -1,4 +1,4 @@
-"""Waits for the three services at the start, learns what they are, and checks that the config fits them."""
+"""Waits for the services at the start, learns what they are, and checks that the config fits them."""
 
 from __future__ import annotations
 
@@ -30,13 +30,11 @@ PLACE_POLL_S = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Services:
-    """Clients of the services: one of trainer and hub, one of each rollout service."""
-
     rollouts: RolloutPool
     trainer: TrainerClient
     weights: WeightSyncClient
     teachers: RolloutPool
-    """Rollout services in which a teacher plays; no address where none does."""
+    """Rollout services in which a teacher plays."""
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
@@ -64,8 +62,8 @@ def connect(
     exchange: ExchangeConfig | None = None,
     teachers: Sequence[str] = (),
 ) -> Services:
-    """Clients of the configured addresses; nothing is dialled yet. `exchange` has the workers that dial in, the teacher
-    plays in `teachers`."""
+    """Clients of these addresses; nothing is dialled yet. Workers dial in at `exchange`, the teacher plays in
+    `teachers`."""
     options = ChannelOptions(reconnect_s=unreachable_s)
     return Services(
         rollouts=RolloutPool(
@@ -81,10 +79,8 @@ def connect(
 
 
 async def wait_for_services(config: OrchestratorConfig, services: Services, waits: Waits) -> Mesh:
-    """Returns once all three services serve. Raises RunError when one does not in time, or does not fit the config.
-
-    Each service is a wait of its own, so that the watchdog names the ones that do not serve yet, and their waits.
-    """
+    """Returns once all serve; each is a wait of its own, for the watchdog. Raises RunError when one does not in time,
+    or does not fit the config."""
     deadline_s = config.deadlines.startup_s
     wanted = [("train", env.resolved_name) for env in config.train.env]
     wanted += [("eval", env.resolved_name) for env in (config.eval.env if config.eval is not None else ())]
@@ -160,9 +156,8 @@ async def the_run(
     control: Path | None = None,
     place_s: float = 0.0,
 ) -> RunInfo:
-    """The run to feed, which is made if the trainer lacks it and it may be. With `control`, the folder by which the
-    trainer finds the run, the trainer makes it. Waits up to `place_s` for it, also while the trainer holds as many runs
-    as it may. Raises RunError."""
+    """The run to feed, which is made if the trainer lacks it and it may be; with `control`, the folder by which the
+    trainer finds it, by the trainer. Waits up to `place_s` for it, also while the trainer is full. Raises RunError."""
     if any(run.run_id == run_id for run in trainer.runs) or (own is None and control is None):
         return find_run(run_id, trainer)
     deadline, told = time.monotonic() + place_s, False
@@ -194,7 +189,7 @@ async def the_run(
 
 
 def find_run(run_id: str, trainer: TrainerInfo) -> RunInfo:
-    """The run to feed; an empty id is the trainer's own. Raises RunError when there is none of this name."""
+    """An empty id is the trainer's own run. Raises RunError when there is none of this name."""
     for run in trainer.runs:
         if not run_id or run.run_id == run_id:
             return run
@@ -203,7 +198,7 @@ def find_run(run_id: str, trainer: TrainerInfo) -> RunInfo:
 
 
 def check_hosted(wanted: Sequence[tuple[str, str]], table: HostTable) -> None:
-    """Raises RunError for environments, each after the section that names it, that no service hosts."""
+    """Raises RunError for environments, each after its section, that no service hosts."""
     missing = [(section, name) for section, name in wanted if not table.hosting(name)]
     if not missing:
         return
@@ -219,7 +214,7 @@ def check_hosted(wanted: Sequence[tuple[str, str]], table: HostTable) -> None:
 
 
 def check_fit(mesh: Mesh, seq_len: int, evaluated: EvalConfig | None) -> None:
-    """Raises RunError if the config asks for something that the services do not have."""
+    """Raises RunError if the config asks for what the services do not have."""
     if seq_len > mesh.trainer.seq_len:
         raise RunError(
             f"orchestrator.seq_len must be at most the trainer's ({mesh.trainer.seq_len}), got {seq_len};"

@@ -1,7 +1,7 @@
 """Follows the steps of one run at the trainer, over every restart of the trainer; read by the batch uploader.
 
 Each process of a trainer is an epoch: its events are numbered from 1 (revisions), its steps go on from its checkpoint.
-Steps after that checkpoint are lost with the old process, and repeated in the new epoch.
+Later steps of the old process are repeated.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import RunInfo, StepEvent, StepState
 
 POLL_S = 1.0
-"""How often the trainer is asked for its epoch and its durable step, which have no events."""
+"""For the trainer's epoch and durable step, which have no events."""
 
 AGAIN_S = 0.2
 """Between two attempts to reach a trainer that is away."""
@@ -31,7 +31,7 @@ CRASH_S = 1.0
 
 
 class StepWatcher:
-    """Follows the events of one run. `follow` runs beside the loop; `changed` beats at each event and each epoch."""
+    """`follow` runs beside the loop; `changed` beats at each event and each epoch."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class StepWatcher:
         return self._run.step
 
     async def follow(self) -> None:
-        """Until cancelled. Raises RunError when a step fails, or the trainer is gone and does not come back."""
+        """Until cancelled. Raises RunError when a step fails, or the trainer does not come back."""
         while True:
             streaming, polling = await first_of(self._stream(), self._poll())
             run = polling.result() if not polling.cancelled() else await self._next_epoch(streaming.result())
@@ -77,14 +77,14 @@ class StepWatcher:
             self._begin_epoch(run)
 
     def take(self, step: int) -> StepEvent | None:
-        """The event that ended `step` in this epoch, given once; without metrics if the step was done before it was
-        followed. None while it is not done."""
+        """The event that ended `step` in this epoch, once; without metrics if the step was done before it was followed.
+        None while it is not done."""
         if step <= self._run.step and self._caught_up:
             return self._done.pop(step, StepEvent(revision=0, step=step, state=StepState.DONE, version=step))
         return self._done.pop(step, None)
 
     async def restarts(self, epoch: int) -> bool:
-        """Waits for the epoch after `epoch`; False when it does not come while a trainer may be away."""
+        """Waits for the epoch after `epoch`; False when it does not come in time."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self._unreachable_s + POLL_S):
                 while self.epoch == epoch:

@@ -1,8 +1,4 @@
-"""Activates versions on the engines through the weight hub, and decides what to do when it cannot.
-
-Called by the finisher after each step. In a synchronous run it also has the engines sleep between two versions, whose
-failure never ends a run.
-"""
+"""Activates versions on the engines through the weight hub, and decides what to do when it cannot."""
 
 from __future__ import annotations
 
@@ -26,11 +22,11 @@ _NOT_THERE_YET = frozenset({Reason.UNKNOWN_VERSION, Reason.VERSION_NOT_SEALED, R
 _LASTING = frozenset({Reason.OUT_OF_MEMORY.name, Reason.LAYOUT_MISMATCH.name, Reason.NOT_SUPPORTED.name})
 """Refusals of a version that waiting does not cure."""
 _GONE = frozenset({Reason.UNKNOWN_VERSION, Reason.VERSION_SUPERSEDED, Reason.STALE_EPOCH})
-"""The hub has no such sealed version any more: a newer trainer took over."""
+"""A newer trainer took over."""
 
 
 class VersionRelay:
-    """Commits versions of one run on the engines of a pool, once `min_ready` engines have it."""
+    """Commits versions of one run on a pool's engines, once `min_ready` have it."""
 
     def __init__(
         self,
@@ -52,7 +48,7 @@ class VersionRelay:
         self._clock = clock
 
     async def wait_for_engines(self) -> None:
-        """Returns once as many engines as needed are registered at the hub. Raises RunError after startup_s."""
+        """Until as many engines as needed are registered. Raises RunError after startup_s."""
         address, deadline_s = self._client.address, self._deadlines.startup_s
         wanted = max(1, self._min_ready)
         give_up_at_s = self._clock.now() + deadline_s
@@ -76,8 +72,8 @@ class VersionRelay:
             await self._clock.sleep(0.1)
 
     async def activate_first(self, version: int) -> Activation:
-        """Commits a run's first version, waiting until the trainer has published it. Raises RunError, at once if every
-        engine has refused the version for a lasting reason."""
+        """Commits a run's first version once the trainer has published it. Raises RunError, at once if every engine has
+        refused it for a lasting reason."""
         startup_s = self._deadlines.startup_s
         patience = Patience(unreachable_s=startup_s, retry_s=startup_s, also=_NOT_THERE_YET)
         doing = f"activating version {version}, which the run starts from,"
@@ -98,10 +94,9 @@ class VersionRelay:
             raise
 
     async def activate(self, version: int, watcher: StepWatcher, artifact_id: str = "") -> Activation | None:
-        """Commits a step's version, over restarts of the trainer; None when that failed and engines keep the one
-        before. A trainer that comes back at an earlier step makes the version again, which is then activated. One that
-        comes back at a later step never does, so the version is skipped for a later one. Raises RunError when the hub
-        is gone."""
+        """Commits a step's version, over restarts of the trainer; None when engines keep the one before. A trainer that
+        comes back at an earlier step makes the version again, one at a later step never does. Raises RunError when the
+        hub is gone."""
         deadlines = self._deadlines
         give_up_at_s = self._clock.now() + deadlines.startup_s
         while watcher.step <= version:

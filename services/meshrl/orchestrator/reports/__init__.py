@@ -1,2 +1,1 @@
-"""Reports of a run for people: the record of each step, samples, traces and the table of a benchmark; fed by the
-loop."""
+"""Reports of a run for people: the record of each step, samples and alerts."""

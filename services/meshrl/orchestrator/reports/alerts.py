@@ -1,7 +1,6 @@
-"""Looks in each step's record for the causes of trouble of `meshrl doctor`; called by the finisher.
+"""Looks in each step's record for the causes of trouble of `meshrl doctor`.
 
 An alert is logged when it begins and when it ends. In between the step's record has `alert/NAME` = 1.
-`deploy/observability` has some of them as rules for Prometheus.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ REMEMBERED = 200
 
 
 class Alerts:
-    """The alerts of one run. `synchronous`: the trainer waits for each batch by design."""
+    """`synchronous`: the trainer waits for each batch by design."""
 
     def __init__(self, *, synchronous: bool, ignored: Collection[str] = ()) -> None:
         self._synchronous = synchronous
@@ -29,8 +28,8 @@ class Alerts:
     def check(
         self, step: int, metrics: Mapping[str, float], lags_s: Mapping[str, float]
     ) -> tuple[dict[str, float], list[Ailment]]:
-        """Takes a step's record and how late the programs' event loops run; returns the `alert/` metrics to add, and
-        the new alerts. One that was not seen for RECENT steps is over."""
+        """Takes a step's record and how late the programs' event loops run; returns the `alert/` metrics and the new
+        alerts. One not seen for RECENT steps is over."""
         self._series.take({**metrics, "step": step})
         run = Observed(columns=self._series.columns, synchronous=self._synchronous, loop_lags_s=lags_s)
         found = diagnose(run, self._causes)

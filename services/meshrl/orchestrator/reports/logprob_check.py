@@ -1,7 +1,7 @@
-"""Checks at the start of a run that engines and trainer compute the same logprobs; called by the finisher.
+"""Checks at the start of a run that engines and trainer compute the same logprobs.
 
 The trainer computes the logprob of every sampled token again, before its optimizer moves. For tokens of the very
-version that the step trains, the two may differ by rounding alone. Steps with older tokens are skipped.
+version that the step trains, the two may differ by rounding alone.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class LogprobCheck:
         self._done = False
 
     def check(self, event: StepEvent, staleness: Mapping[str, float]) -> None:
-        """Takes a step that is DONE, with its `mismatch_abs/all/{mean,max}`, and the `off_policy/all/max` of its batch.
-        Raises RunError when they differ, if that is configured as fatal."""
+        """Takes a step that is DONE, and the `off_policy/all/max` of its batch. Raises RunError when they differ, if
+        that is fatal."""
         mean, most = (event.metrics.get(f"mismatch_abs/all/{of}") for of in ("mean", "max"))
         if self._done or mean is None or most is None or staleness.get("off_policy/all/max") != 0:
             return

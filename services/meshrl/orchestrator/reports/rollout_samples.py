@@ -1,9 +1,8 @@
 """Writes the rollouts of each step that are worth reading to `rollouts/step_N.jsonl.zst` of the output folder.
 
-Called by the step finisher once a step is recorded; read by `meshrl rollouts`. A line is one whole rollout: its
-messages, its rewards, and every token with its logprob, mask and version. There are the best, the worst and a few
-random rollouts of each environment, of those that trained and those that were dropped; and every failed one. Those that
-trained also have the trainer's logprobs, which the batch requests.
+Read by `meshrl rollouts`. A line is one whole rollout: its messages, its rewards, and every token with its logprob,
+mask and version. There are the best, the worst and a few random rollouts of each environment, trained or dropped, and
+every failed one. Those that trained also have the trainer's logprobs, which the batch requests.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from meshrl.wire.types import MicroBatch, Rollout, Sample
 
 _Line = Mapping[str, object]
 Logprobs = Mapping[str, NDArray[np.float32]]
-"""The trainer's, by rollout id: one for each of its tokens of the rl term, in the order of the batch's rows."""
+"""The trainer's, by rollout id: one for each token of the rl term, in the order of the batch's rows."""
 
 
 class RolloutSamplesWriter:
-    """Writes one file a step. A disk that takes none of it is warned about once; the run goes on."""
+    """A disk that takes none of it is warned about once; the run goes on."""
 
     def __init__(self, config: RolloutSamplesConfig, folder: Path) -> None:
         self._config = config
@@ -42,7 +41,7 @@ class RolloutSamplesWriter:
         self._warned = False
 
     def request_logprobs(self, step: SubmittedStep) -> SubmittedStep:
-        """The step with a batch that requests the trainer's logprobs of the rollouts to write."""
+        """The step with a batch that requests logprobs of the rollouts to write."""
         if step.step % self._config.interval:
             return step
         trained = step.assembled.advantages.keys() - step.assembled.untrainable
@@ -51,8 +50,7 @@ class RolloutSamplesWriter:
         return replace(step, assembled=replace(step.assembled, batch=batch))
 
     def write(self, step: SubmittedStep, logprobs: Logprobs) -> None:
-        """Writes a step's file, with the trainer's logprobs (StepEvent.logprobs) if it gave them. Blocks. Raises
-        nothing of the disk's."""
+        """With the trainer's logprobs (StepEvent.logprobs), if any. Blocks. Raises nothing of the disk's."""
         if step.step % self._config.interval:
             return
         lines = within(chosen(step, self._config, logprobs), round(self._config.max_mib * 2**20))
@@ -71,7 +69,7 @@ class RolloutSamplesWriter:
 
 
 def within(lines: Iterable[_Line], max_bytes: int) -> Iterator[bytes]:
-    """The lines as JSON, without those that do not fit; shorter ones may follow."""
+    """As JSON, without those that do not fit; shorter ones may follow."""
     for line in lines:
         written = (json.dumps(line, separators=(",", ":")) + "\n").encode()
         if len(written) <= max_bytes:
@@ -80,7 +78,7 @@ def within(lines: Iterable[_Line], max_bytes: int) -> Iterator[bytes]:
 
 
 def chosen(step: SubmittedStep, config: RolloutSamplesConfig, logprobs: Logprobs) -> Iterator[_Line]:
-    """The lines of a step, the most valuable first; each rollout is in one."""
+    """The lines of a step, the most valuable first."""
     for group in step.judged:
         for failure in group.failures:
             yield {
@@ -95,7 +93,7 @@ def chosen(step: SubmittedStep, config: RolloutSamplesConfig, logprobs: Logprobs
 
 
 def picked(step: SubmittedStep, config: RolloutSamplesConfig) -> Iterator[tuple[str, Rollout]]:
-    """The rollouts of a step to be read, and why; the same at each call."""
+    """The rollouts to be read, and why; the same at each call."""
     by_environment: dict[str, list[Rollout]] = defaultdict(list)
     for group in step.judged:
         for rollout in group.rollouts:
@@ -108,8 +106,7 @@ def picked(step: SubmittedStep, config: RolloutSamplesConfig) -> Iterator[tuple[
 def trainer_logprobs(
     rollout: Rollout, rows: Sequence[MicroBatch], values_N: NDArray[np.float32] | None
 ) -> list[NDArray[np.float32]] | None:
-    """(T,) of each sample of the rollout, NaN at tokens outside the rl term; None if the trainer gave nothing, or not
-    one value a token."""
+    """(T,) of each sample, NaN outside the rl term; None if the trainer gave nothing, or not one value a token."""
     places = [
         (row, place) for row in rows for place, owner in enumerate(row.rollout_ids) if owner == rollout.rollout_id
     ]
@@ -172,7 +169,7 @@ def _line(rollout: Rollout, logprobs: Sequence[NDArray[np.float32]] | None) -> _
 
 
 def _sample(sample: Sample, trainer_logprobs_T: NDArray[np.float32] | None) -> dict[str, object]:
-    """Lists of one entry a token; `logprobs` is null for tokens that were not sampled."""
+    """`logprobs` is null for tokens that were not sampled."""
     pairs = zip(sample.logprobs.tolist(), sample.loss_mask.tolist(), strict=True)
     told: dict[str, object] = {
         "token_ids": sample.token_ids.tolist(),

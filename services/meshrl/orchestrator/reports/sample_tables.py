@@ -1,4 +1,4 @@
-"""Tables of sampled texts, and histograms, of a step; made by the finisher, shown by the monitor beside metrics."""
+"""Tables of sampled texts, and histograms, of a step; shown by the monitor beside metrics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshrl.wire.types import Rollout, StepEvent
 
 
 async def log_extras(monitor: Monitor, config: LogExtrasConfig | None, step: SubmittedStep, done: StepEvent) -> None:
-    """Gives the monitor a step's samples and distributions, every `config.interval` steps; None gives neither."""
+    """Samples and distributions, every `config.interval` steps; None gives neither."""
     if config is None or step.step % config.interval != 0:
         return
     if config.samples:
@@ -32,7 +32,7 @@ async def log_extras(monitor: Monitor, config: LogExtrasConfig | None, step: Sub
 
 
 def sample_rows(groups: Sequence[RolloutGroup], assembled: AssembledBatch, config: LogExtrasConfig) -> list[SampleRow]:
-    """Rows for a table of samples: as many of the batch's rollouts as `config` asks for, evenly spread."""
+    """As many of the batch's rollouts as `config` asks for, evenly spread."""
     rollouts = [rollout for group in groups for rollout in group.kept]
     chosen = [rollouts[place] for place in spread(len(rollouts), config.rows_of(len(rollouts)))]
     return [

@@ -1,8 +1,8 @@
 """Turns the events since the last step into one record of metrics; read by the monitor.
 
-Names are `what/{all,env}/statistic`, declared in `core.metrics.names`; each is filled by one source. Reward, length and
-error statistics are over every group that was judged for the step, filtered ones included, so that a filter does not
-flatter them; `off_policy`, `advantage` and `batch` are over what was trained.
+Names are `what/{all,env}/statistic`, declared in `core.metrics.names`. Reward, length and error statistics are over
+every group judged for the step, so that a filter does not flatter them; `off_policy`, `advantage` and `batch` are over
+what was trained.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ OF_NO_STEP = frozenset(
 def step_metrics(
     submitted: SubmittedStep, progress: RunTotals, *, law: StalenessLaw, seq_len: int, seconds: float
 ) -> Metrics:
-    """The orchestrator's data about one step; `seconds` is the wall time since the step before ended."""
+    """`seconds` is the wall time since the step before ended."""
     groups, tally = submitted.groups, submitted.tally
     judged = submitted.judged
     return (
@@ -65,9 +65,8 @@ def step_metrics(
 
 
 def merged(own: Mapping[str, float], **others: Mapping[str, float]) -> Metrics:
-    """One record of the orchestrator's own metrics and of other sources', each by its name. The catalogue lists the
-    orchestrator's names. The same name of another source is entered behind that source (`trainer/progress/tokens`), so
-    that no total of the run is overwritten."""
+    """One record of the orchestrator's own metrics and of other sources'. A name of the orchestrator's is entered
+    behind the other source (`trainer/progress/tokens`), so that no total of the run is overwritten."""
 
     def is_own(name: str) -> bool:
         metric = CATALOGUE.find(name)
@@ -111,7 +110,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> Metrics:
 
 
 def _repeated(groups: Sequence[RolloutGroup]) -> int:
-    """Rollouts whose sampled tokens are those of a rollout of another task."""
+    """Rollouts whose sampled tokens are those of another task's."""
     tasks: dict[bytes, set[str]] = {}
     rollouts: Counter[bytes] = Counter()
     for group in groups:
@@ -123,7 +122,7 @@ def _repeated(groups: Sequence[RolloutGroup]) -> int:
 
 
 def staleness_metrics(groups: Sequence[RolloutGroup], *, step: int, law: StalenessLaw) -> Metrics:
-    """Versions between the trained policy and the oldest one in each rollout: `off_policy/all/{mean,max}`."""
+    """Versions between the trained policy and the oldest one in each rollout."""
     ages = [
         law.staleness(step=step, oldest_version=oldest)
         for group in groups
@@ -150,8 +149,8 @@ def batch_metrics(assembled: AssembledBatch, groups: Sequence[RolloutGroup], *, 
 
 
 def mixture_metrics(assembled: AssembledBatch, groups: Sequence[RolloutGroup], asked: Mapping[str, float]) -> Metrics:
-    """Each environment's share of a batch, beside the share `asked` of it, and zero if nothing of it was trained:
-    filters, losses and slow environments move a mixture silently."""
+    """Each environment's share of a batch, beside the share `asked` of it: filters, losses and slow environments move a
+    mixture silently."""
     trained = [rollout for group in groups for rollout in group.kept if rollout.rollout_id not in assembled.untrainable]
     rollouts = Counter(rollout.environment for rollout in trained)
     tokens: Counter[str] = Counter()
@@ -167,7 +166,7 @@ def mixture_metrics(assembled: AssembledBatch, groups: Sequence[RolloutGroup], a
 
 
 def trained_tokens(row: MicroBatch) -> NDArray[np.bool_]:
-    """(T,) the tokens that some term of the objective has."""
+    """(T,) the tokens of some term."""
     trained = row.loss_mask.copy()
     for weights in (row.ce_weights, row.ref_kl_weights):
         if weights is not None:
@@ -176,7 +175,7 @@ def trained_tokens(row: MicroBatch) -> NDArray[np.bool_]:
 
 
 def trainer_metrics(event: StepEvent) -> Metrics:
-    """The trainer's metrics under their own names, and its times; its whole step is `time/train_step`."""
+    """Under their own names; its whole step is `time/train_step`."""
     times = {
         f"time/{'train_step' if stage == 'step' else stage}": seconds for stage, seconds in event.timings_s.items()
     }
@@ -184,7 +183,7 @@ def trainer_metrics(event: StepEvent) -> Metrics:
 
 
 def activation_metrics(activation: Activation | None, *, skipped: bool = False) -> Metrics:
-    """How the weights reached the engines; None when they kept the old ones. `skipped`: a later version is there."""
+    """None: engines kept the old weights. `skipped`: a later version is there."""
     if activation is None:
         return {"weights/activated": 0.0} | ({"weights/skipped": 1.0} if skipped else {})
     applied = [report.applied for report in activation.engines]

@@ -1,1 +1,1 @@
-"""Logprobs of rollouts' tokens under another model (a teacher) or the live policy, for algorithms that need them."""
+"""Logprobs of rollouts' tokens under a teacher or the live policy."""

@@ -1,7 +1,4 @@
-"""Asks engines for the logprobs of given tokens: POST /inference/v1/generate with prompt_logprobs, as vLLM has it.
-
-Called by the scorer. A call that fails in passing is repeated, at the next server, for a while.
-"""
+"""Asks engines for the logprobs of given tokens: POST /inference/v1/generate with prompt_logprobs, as vLLM has it."""
 
 from __future__ import annotations
 
@@ -51,13 +48,13 @@ class LogprobServers:
             await self._http.close()
 
     async def check(self, *, top_k: int = 0) -> None:
-        """Learns the longest sequence, and scores two tokens. Raises RunError when the model cannot score."""
+        """Scores two tokens. Raises RunError when the model cannot."""
         await self.score(np.zeros(2, dtype=np.int32), top_k=top_k)
 
     async def score(self, token_ids: NDArray[np.int32], *, top_k: int = 0) -> TokenScores:
-        """The logprob of each token after those before it, and of the `top_k` likeliest tokens in its place. None for
-        the first token, and beyond the model's length. Raises RunError when no server answers in `failover_s`, or one
-        cannot do it."""
+        """The logprob of each token after those before it, and of the `top_k` likeliest in its place; none for the
+        first, and beyond the model's length. A call that fails in passing is repeated, at the next server. Raises
+        RunError when none answers in `failover_s`, or one cannot do it."""
         found = TokenScores(
             logprobs=np.full(len(token_ids), np.nan, dtype=np.float32),
             top_ids=np.full((len(token_ids), top_k), -1, dtype=np.int32) if top_k else None,
@@ -117,7 +114,7 @@ class LogprobServers:
 
 
 def likeliest(entry: Mapping[str, Mapping[str, float]], top_k: int) -> tuple[list[int], list[float]]:
-    """Ids and logprobs of the likeliest tokens of one place, at most `top_k`, likeliest first. The answer always has
-    the actual token too, which is left out unless it is one of them."""
+    """Ids and logprobs of at most `top_k` tokens of one place, likeliest first. The answer may have the actual token
+    beyond these."""
     ranked = sorted(((said["logprob"], int(token)) for token, said in entry.items()), reverse=True)[:top_k]
     return [token for _, token in ranked], [logprob for logprob, _ in ranked]

@@ -1,8 +1,7 @@
 """Gets the scores (logprobs under a teacher or the live policy) that algorithms need of rollouts, and caches them.
 
-The dispatcher has each group scored when it is over; the loop asks for missing scores when it makes the batch, after a
-restart for example. A teacher's scores are cached by the tokens alone, those of the live policy by rollout too, since
-the policy changes.
+The dispatcher has each group scored when it is over; the loop asks for what is missing when it makes the batch. A
+teacher's scores are cached by the tokens alone, those of the live policy by rollout too, since the policy changes.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class ScoreCache:
-    """Scores by key; beyond `max_tokens` the least recently used go."""
+    """Beyond `max_tokens` the least recently used go."""
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
@@ -52,7 +51,7 @@ class ScoreCache:
 
 
 class RolloutScorer:
-    """Scores groups at the `servers` of their environment's algorithm; without any a group is not scored."""
+    """Scores groups at the `servers` of their environment's algorithm, if any."""
 
     def __init__(
         self, recipes: Mapping[str, Recipe], servers: Mapping[str, LogprobServers], *, cache_tokens: int
@@ -72,7 +71,7 @@ class RolloutScorer:
             await server.close()
 
     async def score(self, groups: Iterable[Sequence[Rollout]]) -> Scores:
-        """The scores of these groups that the algorithms need. Raises RunError when a server does not return them."""
+        """The scores that the algorithms need of these groups. Raises RunError when a server fails."""
         wanted: list[tuple[ScoreRequest, str]] = []
         for group in groups:
             if group and (environment := group[0].environment) in self._servers:
@@ -107,8 +106,8 @@ def build_scorer(
     *,
     engine_pool: str,
 ) -> RolloutScorer:
-    """The scorer of a run, from its algorithms and teachers by environment; nothing is dialled yet. Raises RunError for
-    an algorithm without its teacher, and without aiohttp."""
+    """Algorithms and teachers are by environment; nothing is dialled yet. Raises RunError for an algorithm without its
+    teacher, and without aiohttp."""
     teachers: dict[str, LogprobServers] = {}
     servers: dict[str, LogprobServers] = {}
     for name, teacher in configured.items():
