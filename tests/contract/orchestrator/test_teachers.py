@@ -24,6 +24,7 @@ from meshrl.orchestrator.teachers.scorer import build_scorer
 from meshrl.orchestrator.work.recipes import build_recipes
 from meshrl.sampling.retry import RunError
 from meshrl.v1 import rollout_pb2_grpc
+from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Batch, Rollout, RolloutRequest
 from scripted_services import RolloutServicer, Script
 from tiny_qwen3 import tiny_qwen3
@@ -223,6 +224,19 @@ async def test_a_teacher_that_is_not_there_is_waited_for_and_then_named() -> Non
         with pytest.raises(RunError, match=r"the teacher scored nothing for 0.2 s: http://127.0.0.1:9 does not answer"):
             async with asyncio.timeout(60.0):
                 await servers.check()
+    finally:
+        await servers.close()
+
+
+async def test_engines_that_the_hub_cannot_list_are_waited_for_and_then_named() -> None:
+    async def urls() -> list[str]:
+        raise MeshError(Reason.UNREACHABLE, "hub gone")
+
+    config = TeacherConfig.model_validate({"client": {"failover_s": 0.2}})
+    servers = LogprobServers("the policy's engines", urls, config=config, api_key=None)
+    try:
+        with pytest.raises(RunError, match=r"engines scored nothing for 0.2 s: UNREACHABLE: hub gone; is it running"):
+            await servers.check()
     finally:
         await servers.close()
 

@@ -17,6 +17,7 @@ from meshrl.core.rpc.blocking_http import error_text
 from meshrl.core.rpc.engine_http import NO_ANSWER, ask, engine_session
 from meshrl.orchestrator.config import TeacherConfig
 from meshrl.sampling.retry import RunError
+from meshrl.wire.errors import MeshError
 
 AGAIN = frozenset({200, 408, 409, 425, 429, 500, 502, 503, 504})  # 200 without JSON
 PAUSE_S = (0.1, 5.0)
@@ -96,7 +97,10 @@ class LogprobServers:
             self._http = engine_session(self._api_key, limit=0, timeout=self._timeout)  # `_slots` bounds the calls
         give_up_at, backoff = time.monotonic() + self._failover_s, Backoff(*PAUSE_S)
         while True:
-            urls, why = await self._urls(), "it has no engine"
+            try:
+                urls, why = await self._urls(), "it has no engine"
+            except MeshError as error:  # the hub, which lists the policy's engines
+                urls, why = (), str(error)
             if urls:
                 url = urls[next(self._turn) % len(urls)].rstrip("/").removesuffix("/v1")
                 try:
