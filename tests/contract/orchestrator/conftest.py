@@ -112,13 +112,7 @@ def make_config(tmp_path: Path) -> Callable[..., OrchestratorConfig]:
             "max_steps": 4,
             "services": services,
             "output_dir": tmp_path,
-            "deadlines": {
-                "startup_s": 30.0,
-                "unreachable_s": 0.5,
-                "step_s": 60.0,
-                "batch_s": 60.0,
-                "activation_s": 60.0,
-            },
+            "deadlines": {"unreachable_s": 0.5},
         }
         return OrchestratorConfig.model_validate(values | changes)
 

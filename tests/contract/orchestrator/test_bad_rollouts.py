@@ -1,20 +1,19 @@
 """Rollouts that no trainer takes: they are lost one by one, and the run goes on."""
 
 import asyncio
-import json
-import sqlite3
-from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from ledger_audit import audit
 from meshrl.core.clock import Clock
+from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.sampling.retry import RunError
 from meshrl.wire.types import Rollout, Sample, VersionSpan
 from polling import until
+from run_output import assert_exact, query, step_records
+
+PATIENT = {"unreachable_s": 60.0}
 
 
 def with_sample(**changes):
@@ -57,33 +56,14 @@ BAD = {
 }
 
 
-def states(folder: Path) -> dict[tuple[str, str], int]:
-    with closing(sqlite3.connect(folder / "ledger.sqlite")) as connection:
-        rows = connection.execute("SELECT state, reason, COUNT(*) FROM rollouts GROUP BY state, reason").fetchall()
-    return {(state, reason): count for state, reason, count in rows}
-
-
-def trained(folder: Path) -> set[str]:
-    with closing(sqlite3.connect(folder / "ledger.sqlite")) as connection:
-        return {one for (one,) in connection.execute("SELECT rollout_id FROM rollouts WHERE state = 'trained'")}
-
-
-def recorded_steps(folder: Path) -> dict[str, int]:
-    """The step that each rollout is recorded for."""
-    with closing(sqlite3.connect(folder / "ledger.sqlite")) as connection:
-        return dict(connection.execute("SELECT rollout_id, step FROM rollouts WHERE step > 0").fetchall())
-
-
-def step_lines(folder: Path) -> list[dict[str, float]]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if "time/step" in line]
-
-
-async def until_recorded(folder: Path, step: int, running: asyncio.Task[None]) -> None:
-    """Returns once the batch of a step is on disk, or the loop has ended."""
-    recorded = f"SELECT 1 FROM steps WHERE step = {step}"
-    with closing(sqlite3.connect(folder / "ledger.sqlite")) as connection:
-        await until(lambda: running.done() or connection.execute(recorded).fetchall())
+async def record_two_batches(mesh, start, config: OrchestratorConfig) -> None:
+    """A process of the orchestrator records two batches, of which none is uploaded, and ends."""
+    async with start(config) as (loop, _):
+        running = asyncio.create_task(loop.train())
+        await mesh.kill_trainer()
+        await until(lambda: running.done() or query(config.output_dir, "SELECT 1 FROM steps WHERE step = 2"))
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
 
 @pytest.mark.parametrize("kind", BAD)
@@ -97,13 +77,11 @@ async def test_a_rollout_that_cannot_be_trained_is_lost_alone(
         await asyncio.wait_for(loop.train(), 60.0)
         journal.end()
     first_is_fine = kind == "the_id_of_another"  # the second of them is one too many
-    report = audit(tmp_path)
-    assert report.violations == (), report.table()
-    found = states(tmp_path)
-    assert found[("trained", "")] == 3 * 2 * (3 if first_is_fine else 2)
-    assert found[("failed", "BAD_ROLLOUT")] >= 3 * 2 * (1 if first_is_fine else 2)
+    found = assert_exact(tmp_path, 3).counts
+    assert found["trained", ""] == 3 * 2 * (3 if first_is_fine else 2)
+    assert found["failed", "BAD_ROLLOUT"] >= 3 * 2 * (1 if first_is_fine else 2)
     assert script.refused_batches == []
-    assert [line["errored_rollouts/echo"] for line in step_lines(tmp_path)] == [0.25 if first_is_fine else 0.5] * 3
+    assert [line["errored_rollouts/echo"] for line in step_records(tmp_path)] == [0.25 if first_is_fine else 0.5] * 3
     said = next(text for text in warned if field in text)
     assert mesh.services.rollout[0] in said
     assert "'echo'" in said
@@ -134,16 +112,10 @@ async def test_a_batch_that_the_trainer_refuses_is_dissolved_and_the_run_goes_on
         await asyncio.wait_for(loop.train(), 60.0)
         journal.end()
     assert script.refused_batches
-    report = audit(tmp_path)
-    assert report.violations == (), report.table()
-    assert report.last_step == 6
-    assert states(tmp_path)[("dropped", "refused_by_trainer")] >= 1
-    lines = step_lines(tmp_path)
+    counts, lines = assert_exact(tmp_path, 6).counts, step_records(tmp_path)
     assert [line["step"] for line in lines] == list(range(1, 7))
-    assert (
-        sum(line["dropped/refused_by_trainer"] for line in lines) == states(tmp_path)[("dropped", "refused_by_trainer")]
-    )
-    assert lines[-1]["progress/samples"] == states(tmp_path)[("trained", "")]
+    assert sum(line["dropped/refused_by_trainer"] for line in lines) == counts["dropped", "refused_by_trainer"] >= 1
+    assert lines[-1]["progress/samples"] == counts["trained", ""]
 
 
 async def test_sound_rollouts_of_a_dissolved_batch_are_trained(mesh, script, make_config, start, tmp_path) -> None:
@@ -153,10 +125,7 @@ async def test_sound_rollouts_of_a_dissolved_batch_are_trained(mesh, script, mak
         await asyncio.wait_for(loop.train(), 60.0)
         journal.end()
     assert script.refused_batches == [3, 3]
-    report = audit(tmp_path)
-    assert report.violations == (), report.table()
-    assert report.last_step == 3
-    assert states(tmp_path)[("dropped", "refused_by_trainer")] == 16
+    assert assert_exact(tmp_path, 3).counts["dropped", "refused_by_trainer"] == 16
 
 
 async def test_a_trainer_that_refuses_every_batch_ends_the_run(mesh, script, make_config, start) -> None:
@@ -181,29 +150,22 @@ async def test_a_bad_batch_in_the_journal_does_not_stop_the_next_process(
         return altered
 
     script.alter = spoil
-    deadlines = {"startup_s": 60.0, "unreachable_s": 60.0, "step_s": 60.0, "batch_s": 60.0, "activation_s": 60.0}
-    config = make_config(mesh.services, max_steps=4, session="s1", checkpoint_interval=2, deadlines=deadlines)
-    async with start(config) as (loop, _):
-        running = asyncio.create_task(loop.train())
-        await mesh.kill_trainer()  # nothing of what is recorded is uploaded
-        await until_recorded(tmp_path, 2, running)
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+    config = make_config(mesh.services, max_steps=4, session="s1", checkpoint_interval=2, deadlines=PATIENT)
+    await record_two_batches(mesh, start, config)
     monkeypatch.undo()
     script.alter = lambda request, place, rollout: rollout
     await mesh.start_trainer(0)
-    recorded = recorded_steps(tmp_path)
+    recorded = dict(query(tmp_path, "SELECT rollout_id, step FROM rollouts WHERE step > 0"))
     assert set(recorded.values()) == {1, 2}
     assert spoiled & recorded.keys()
     async with start(config) as (loop, journal):
         await asyncio.wait_for(loop.train(), 60.0)
         journal.end()
     assert set(script.refused_batches) <= {1, 2, 3}
-    report = audit(tmp_path)
-    assert report.violations == (), report.table()
-    assert report.last_step == 4
-    assert recorded.keys() - spoiled <= trained(tmp_path)
-    assert not spoiled & trained(tmp_path)
+    assert_exact(tmp_path, 4)
+    trained = {one for (one,) in query(tmp_path, "SELECT rollout_id FROM rollouts WHERE state = 'trained'")}
+    assert recorded.keys() - spoiled <= trained
+    assert not spoiled & trained
 
 
 async def test_a_batch_made_anew_has_the_whole_time_of_a_batch(
@@ -219,12 +181,12 @@ async def test_a_batch_made_anew_has_the_whole_time_of_a_batch(
         return rollout
 
     script.alter = pass_time
-    deadlines = {"startup_s": 60.0, "unreachable_s": 60.0, "step_s": 60.0, "batch_s": 20.0, "activation_s": 60.0}
+    deadlines = PATIENT | {"batch_s": 20.0}
     async with start(make_config(mesh.services, max_steps=1, max_async_level=0, deadlines=deadlines)) as (loop, _):
         monkeypatch.setattr(loop.run, "_clock", Clock(now=lambda: now_s))
         await asyncio.wait_for(loop.train(), 60.0)
     assert script.refused_batches == [1] * 4
-    (line,) = step_lines(tmp_path)
+    (line,) = step_records(tmp_path)
     assert line["time/wait_for_rollouts"] > 20.0, "the record tells of all the waiting"
 
 
@@ -232,17 +194,10 @@ async def test_a_rollout_that_the_ledger_has_lost_is_counted_when_its_batch_is_d
     mesh, script, make_config, start, tmp_path
 ) -> None:
     """The batch is recorded by one process and refused at the next, and the payload was damaged in between."""
-    deadlines = {"startup_s": 5.0, "unreachable_s": 5.0, "step_s": 10.0, "batch_s": 10.0, "activation_s": 5.0}
-    config = make_config(mesh.services, max_steps=2, session="s1", checkpoint_interval=2, deadlines=deadlines)
-    async with start(config) as (loop, _):
-        running = asyncio.create_task(loop.train())
-        await mesh.kill_trainer()  # nothing of what is recorded is uploaded
-        await until_recorded(tmp_path, 2, running)
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-    with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as connection, connection:
-        ((damaged,),) = connection.execute("SELECT rollout_id FROM rollouts WHERE step = 1 LIMIT 1").fetchall()
-        connection.execute("UPDATE payloads SET data = x'00' WHERE rollout_id = ?", (damaged,))
+    config = make_config(mesh.services, max_steps=2, session="s1", checkpoint_interval=2, deadlines=PATIENT)
+    await record_two_batches(mesh, start, config)
+    ((damaged,),) = query(tmp_path, "SELECT rollout_id FROM rollouts WHERE step = 1 LIMIT 1")
+    query(tmp_path, "UPDATE payloads SET data = x'00' WHERE rollout_id = ?", damaged)
     script.refuses = lambda batch: (
         batch.step == 1 and damaged in {one for row in batch.micro_batches for one in row.rollout_ids}
     )
@@ -252,7 +207,4 @@ async def test_a_rollout_that_the_ledger_has_lost_is_counted_when_its_batch_is_d
         assert journal.balance().open == 0
         journal.end()
     assert script.refused_batches == [1]
-    assert states(tmp_path)[("dropped", "payload_damaged")] == 1
-    report = audit(tmp_path)
-    assert report.violations == (), report.table()
-    assert report.last_step == 2
+    assert assert_exact(tmp_path, 2).counts["dropped", "payload_damaged"] == 1

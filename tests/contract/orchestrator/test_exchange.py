@@ -12,7 +12,6 @@ import pytest
 from opentelemetry.trace import get_tracer
 
 from cut_link import CutLink
-from ledger_audit import audit
 from local_ports import free_port
 from meshrl.cli.status import _dialled_in
 from meshrl.client import ChannelOptions
@@ -39,6 +38,7 @@ from meshrl.sampling.sampler import RolloutSampler
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import EnvironmentInfo, Rollout, RolloutEvent, RolloutRequest, RolloutSummary, Sampling
 from polling import until
+from run_output import assert_exact
 from scripted_services import finished_rollout
 
 DEADLINE_S = 120.0
@@ -313,8 +313,7 @@ async def test_a_run_of_workers_that_are_killed_and_cut_off_loses_nothing_and_bo
             assert await asyncio.wait_for(run, DEADLINE_S) == 0
     assert (trained < 10, script.trained_version) == (True, 10)
     assert third.begun > 0
-    report = audit(tmp_path)
-    assert report.violations == (), report.table()
+    report = assert_exact(tmp_path, 10)
     assert {state for state, _ in report.counts} <= {"trained", "cancelled"}, report.table()
     assert sum(count for (state, _), count in report.counts.items() if state == "trained") == 10 * 8
 

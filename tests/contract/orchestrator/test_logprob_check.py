@@ -35,12 +35,3 @@ async def test_fatal_check_ends_the_run_before_the_version_is_served(mesh, scrip
         with pytest.raises(RunError, match=r"2\.3 nats on average, 9 at most, though both are of version 0; more than"):
             await loop.train()
     assert script.engine_version == 0
-
-
-async def test_run_whose_engines_agree_says_so_in_one_line(mesh, script, make_config, start, lines) -> None:
-    script.metrics |= {"mismatch_abs/all/mean": 0.003, "mismatch_abs/all/max": 0.1}
-    async with start(make_config(mesh.services, logprob_check={"fatal": True})) as (loop, _):
-        await loop.train()
-    (line,) = [line for line in lines if "logprobs of step" in line]
-    assert line.startswith("INFO|")
-    assert "differ by 0.003 nats on average, 0.1 at most: they agree" in line

@@ -1,13 +1,10 @@
 import asyncio
-import json
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from ledger_audit import audit
 from meshrl.cli.run_folder import RunFolder
 from meshrl.cli.status import read_status
 from meshrl.core.config import dump_toml
@@ -17,10 +14,7 @@ from meshrl.sampling.retry import RunError
 from meshrl.wire.errors import Reason
 from meshrl.wire.types import Rollout, RolloutRequest
 from polling import until
-
-
-def records(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+from run_output import assert_exact, records
 
 
 def staleness(script) -> list[int]:
@@ -56,9 +50,12 @@ async def test_level_zero_generates_nothing_before_the_version_is_active(mesh, s
 
 
 async def test_level_one_generates_while_the_trainer_trains(mesh, script, make_config, start) -> None:
-    script.step_s = 0.05
+    script.step_holds[1] = asyncio.Event()
     async with start(make_config(mesh.services, max_async_level=1)) as (loop, _):
-        await loop.train()
+        running = asyncio.create_task(loop.train())
+        await until(lambda: ("batch", 2) in script.log or running.done())
+        script.step_holds[1].set()
+        await running
     before_first_version = script.log[: script.log.index(("trained", 1))]
     assert Counter(kind for kind, _ in before_first_version) == {"active": 1, "generate": 4, "batch": 2}
 
@@ -133,7 +130,7 @@ async def test_groups_lost_to_an_engine_that_restarts_do_not_end_the_run(mesh, s
     """It may be away for unreachable_s, as a service may; groups that only wait for it are lost much faster."""
     script.fails = lambda request, place: request in script.requests[:12]
     script.failure_reason = "ENGINE_FAILED"
-    patient = {"startup_s": 5.0, "unreachable_s": 60.0, "step_s": 60.0, "batch_s": 60.0, "activation_s": 5.0}
+    patient = {"unreachable_s": 60.0}
     config = make_config(mesh.services, filters={"max_lost_groups": 4}, deadlines=patient, max_steps=2)
     async with start(config) as (loop, ledger):
         await asyncio.wait_for(loop.train(), 60.0)
@@ -346,7 +343,7 @@ async def test_group_sizes_of_environments_reach_their_requests_and_the_batch(
     assert sum(share * size for share, size in trained) / sum(size for _, size in trained) == pytest.approx(
         0.5, abs=0.1
     )
-    assert audit(tmp_path).violations == ()
+    assert_exact(tmp_path, 4)
 
 
 async def test_a_config_that_does_not_fit_the_services_is_refused(mesh, make_config, start) -> None:

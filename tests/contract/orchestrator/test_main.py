@@ -2,7 +2,6 @@ import asyncio
 import json
 import re
 import socket
-import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -14,22 +13,19 @@ from aiohttp.test_utils import TestServer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry import trace
 
-from ledger_audit import audit
 from local_ports import free_port
 from meshrl.core.config import ConfigError
 from meshrl.core.program import READY_FILE
 from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.orchestrator.main import HEALTH_NAME, orchestrate
 from polling import until
+from run_output import assert_exact, query, records
 
 TRACER = trace.get_tracer("test")
 
 
 def states(folder: Path) -> dict[str, int]:
-    with sqlite3.connect(folder / "ledger.sqlite") as connection:
-        found = dict(connection.execute("SELECT state, COUNT(*) FROM rollouts GROUP BY state").fetchall())
-    connection.close()
-    return found
+    return dict(query(folder, "SELECT state, COUNT(*) FROM rollouts GROUP BY state"))
 
 
 async def test_a_whole_run_exits_zero_and_leaves_metrics_and_an_exact_ledger(
@@ -42,7 +38,7 @@ async def test_a_whole_run_exits_zero_and_leaves_metrics_and_an_exact_ledger(
     assert states(tmp_path) == {"trained": 24}
     measured = json.loads((tmp_path / "bench" / "run.json").read_text())
     assert (measured["steps"], measured["sampled_tokens_per_s"] > 0, measured["efficiency"]) == (2, True, None)
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = records(tmp_path)
     assert [line["step"] for line in lines] == [1, 2, 3]
     wanted = {
         "reward/all/mean", "reward/echo/std", "seq_len/echo/mean", "completion_len/all/mean", "is_truncated/all/mean",
@@ -62,8 +58,7 @@ async def test_a_whole_run_exits_zero_and_leaves_metrics_and_an_exact_ledger(
 async def test_a_benchmark_that_names_no_service_needs_nobody_and_says_what_a_rollout_costs(tmp_path, said) -> None:
     config = OrchestratorConfig(bench=True, max_steps=2, batch_size=8, group_size=4, seq_len=64, output_dir=tmp_path)
     assert await orchestrate(config, asyncio.Event(), TRACER) == 0
-    report = audit(tmp_path)
-    assert report.ok, report.table()
+    assert_exact(tmp_path, 2)
     assert states(tmp_path) == {"trained": 16}
     assert any(re.match(r"bench: this program took [\d.]+ ms of CPU for each of 16 rollouts", line) for line in said)
     assert json.loads((tmp_path / "bench" / "run.json").read_text())["steps"] == 1
@@ -72,12 +67,11 @@ async def test_a_benchmark_that_names_no_service_needs_nobody_and_says_what_a_ro
 async def test_totals_are_the_runs_whatever_the_trainer_calls_its_own(mesh, script, make_config, tmp_path) -> None:
     script.metrics |= {"progress/tokens": 7.0, "progress/samples": 3.0}
     assert await orchestrate(make_config(mesh.services, max_steps=3), asyncio.Event(), TRACER) == 0
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = records(tmp_path)
     assert [line["progress/samples"] for line in lines] == [8, 16, 24]
     assert [line["progress/tokens"] for line in lines] == [40, 80, 120]
     assert [line["trainer/progress/tokens"] for line in lines] == [7, 7, 7]
-    report = audit(tmp_path)
-    assert report.ok, report.table()
+    assert_exact(tmp_path, 3)
 
 
 async def test_a_stop_signal_ends_cleanly_with_exit_code_zero(mesh, script, make_config, tmp_path) -> None:
@@ -100,9 +94,7 @@ async def test_a_step_that_is_trained_when_the_run_is_stopped_has_its_record(
     await until(lambda: len(script.batches) >= 3 and states(tmp_path).get("trained", 0) >= 16)  # of two steps
     stop.set()
     assert await asyncio.wait_for(running, 60.0) == 0
-    report = audit(tmp_path)
-    assert report.ok, report.table()
-    assert report.last_step == 2
+    assert_exact(tmp_path, 2)
 
 
 async def test_services_that_never_serve_end_the_program_with_exit_code_one(

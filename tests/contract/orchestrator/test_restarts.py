@@ -4,14 +4,12 @@ import asyncio
 import json
 import queue
 import random
-import sqlite3
-from contextlib import closing, suppress
-from pathlib import Path
+import time
+from contextlib import suppress
 
 import pytest
 from opentelemetry import trace
 
-from ledger_audit import audit
 from meshrl.core.telemetry.monitor import JsonlSink, Monitor
 from meshrl.core.telemetry.waits import Waits
 from meshrl.orchestrator.build import build_loop, make_plan
@@ -21,6 +19,7 @@ from meshrl.orchestrator.run import Run
 from meshrl.orchestrator.work.recipes import build_recipes
 from meshrl.sampling.retry import RunError
 from polling import until
+from run_output import assert_exact, query, records, step_records
 from scripted_services import make_journal
 
 
@@ -75,22 +74,6 @@ class Orchestrator:
             monitor.close()
 
 
-def query(folder: Path, sql: str) -> list[tuple]:
-    with closing(sqlite3.connect(folder / "ledger.sqlite")) as connection:
-        return connection.execute(sql).fetchall()
-
-
-def step_lines(folder: Path) -> list[dict[str, float]]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if "time/step" in line]
-
-
-def assert_exact(folder: Path, steps: int) -> None:
-    report = audit(folder)
-    assert report.violations == (), report.table()
-    assert (report.first_step, report.last_step) == (1, steps)
-
-
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("level", [0, 2])
 async def test_an_orchestrator_killed_anywhere_goes_on_and_counts_once(
@@ -112,9 +95,9 @@ async def test_an_orchestrator_killed_anywhere_goes_on_and_counts_once(
     assert_exact(tmp_path, 8)
     trained = [one for step in range(1, 9) for one in script.batches[step]]
     assert len(set(trained)) == len(trained)
-    assert [line["step"] for line in step_lines(tmp_path)] == list(range(1, 9))
+    assert [line["step"] for line in step_records(tmp_path)] == list(range(1, 9))
     assert sorted(script.trained) == [(1, step) for step in range(1, 9)]
-    totals = [line["progress/samples"] for line in step_lines(tmp_path)]
+    totals = [line["progress/samples"] for line in step_records(tmp_path)]
     assert totals == [sum(len(script.batches[one]) for one in range(1, step + 1)) for step in range(1, 9)]
     drawn = query(tmp_path, "SELECT DISTINCT sequence, environment, task_index FROM groups ORDER BY sequence")
     plan = make_plan(config, await met(config), build_recipes(config.algos, config.advantage, seq_len=config.seq_len))
@@ -151,7 +134,7 @@ async def test_a_trainer_that_comes_back_earlier_trains_the_same_batches_again(
         max_steps=10,
         max_async_level=level,
         checkpoint_interval=3,
-        deadlines={"startup_s": 30.0, "unreachable_s": 60.0, "step_s": 60.0, "batch_s": 60.0, "activation_s": 60.0},
+        deadlines={"unreachable_s": 60.0},
     )
     running = asyncio.create_task(Orchestrator(config).run())
     await until(lambda: (1, 5) in script.trained or running.done())
@@ -167,7 +150,7 @@ async def test_a_trainer_that_comes_back_earlier_trains_the_same_batches_again(
     assert [step for epoch, step in sorted(script.trained) if epoch == 3] == [7, 8, 9, 10]
     for step in range(1, 11):
         assert len({digest for (_, known), digest in script.trained.items() if known == step}) == 1
-    lines = step_lines(tmp_path)
+    lines = step_records(tmp_path)
     first = [line["step"] for line in lines if "progress/redone" not in line]
     assert first == list(range(1, 11))
     assert {4, 5} <= {line["step"] for line in lines if "progress/redone" in line}
@@ -228,7 +211,7 @@ async def test_versions_that_a_restarted_trainer_is_ahead_of_are_skipped(mesh, s
         mesh.services,
         max_steps=8,
         checkpoint_interval=1,
-        deadlines={"startup_s": 5.0, "unreachable_s": 600.0, "step_s": 600.0, "batch_s": 600.0, "activation_s": 600.0},
+        deadlines={"unreachable_s": 600.0, "activation_s": 600.0},
     )
     running = asyncio.create_task(Orchestrator(config).run())
     await until(lambda: ((1, 5) in script.trained and ("active", 2) in script.log) or running.done())
@@ -239,7 +222,7 @@ async def test_versions_that_a_restarted_trainer_is_ahead_of_are_skipped(mesh, s
     script.holds[3].set()
     assert await asyncio.wait_for(running, 60.0)
     assert_exact(tmp_path, 8)
-    lines = {line["step"]: line for line in step_lines(tmp_path)}
+    lines = {line["step"]: line for line in step_records(tmp_path)}
     assert [step for step, line in lines.items() if line.get("weights/skipped")] == [3, 4]
     assert [step for step, line in lines.items() if line["weights/activated"]] == [1, 2, 5, 6, 7, 8]
     assert [version for what, version in script.log if what == "active"] == [0, 1, 2, 5, 6, 7, 8]
@@ -253,7 +236,7 @@ async def test_the_version_that_a_trainer_comes_back_at_is_waited_for(mesh, scri
         mesh.services,
         max_steps=6,
         checkpoint_interval=1,
-        deadlines={"startup_s": 60.0, "unreachable_s": 600.0, "step_s": 600.0, "batch_s": 600.0, "activation_s": 600.0},
+        deadlines={"unreachable_s": 600.0, "activation_s": 600.0},
     )
     running = asyncio.create_task(Orchestrator(config).run())
     await until(lambda: ((1, 3) in script.trained and ("active", 2) in script.log) or running.done())
@@ -266,7 +249,7 @@ async def test_the_version_that_a_trainer_comes_back_at_is_waited_for(mesh, scri
     script.step_holds[4].set()
     assert await asyncio.wait_for(running, 60.0)
     assert_exact(tmp_path, 6)
-    assert [line["step"] for line in step_lines(tmp_path) if line["weights/activated"]] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in step_records(tmp_path) if line["weights/activated"]] == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("level", [0, 1])
@@ -281,14 +264,13 @@ async def test_an_evaluation_that_the_orchestrator_died_in_is_made_anew(
 
     async def second_step_is_evaluated() -> None:
         await until(lambda: sum(one.environment == "held-out" for one in script.requests) > 3)
-        await until(lambda: [line["step"] for line in step_lines(tmp_path)] == [1, 2])
+        await until(lambda: [line["step"] for line in step_records(tmp_path)] == [1, 2])
 
     assert not await Orchestrator(config).run(second_step_is_evaluated)
     script.delay = lambda request: 0.0
 
     def scored(name: str) -> list[int]:
-        lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-        return [line["step"] for line in lines if f"eval/{name}/avg@2" in line]
+        return [line["step"] for line in records(tmp_path) if f"eval/{name}/avg@2" in line]
 
     running = asyncio.create_task(Orchestrator(config).run())
     await until(lambda: scored("held-out") == [0, 2] or running.done())
@@ -308,8 +290,8 @@ async def test_a_new_run_resumes_from_an_earlier_checkpoint(mesh, script, make_c
     assert await Orchestrator(make_config(mesh.services, max_steps=7, checkpoint_interval=2)).run()
     assert_exact(tmp_path, 7)
     assert script.trained[(2, 5)] == before[(1, 5)]
-    assert [line["step"] for line in step_lines(tmp_path)] == [1, 2, 3, 4, 5, 5, 6, 7]
-    assert step_lines(tmp_path)[-1]["progress/samples"] == 56
+    assert [line["step"] for line in step_records(tmp_path)] == [1, 2, 3, 4, 5, 5, 6, 7]
+    assert step_records(tmp_path)[-1]["progress/samples"] == 56
 
 
 async def test_without_an_interval_the_part_of_the_last_step_is_written(mesh, make_config, tmp_path) -> None:
@@ -325,8 +307,7 @@ async def test_a_resumed_trainer_of_another_size_trains_the_same_rollouts_in_new
     script.durable_every = 2
     config = make_config(mesh.services, max_steps=5, checkpoint_interval=2)
     assert await Orchestrator(config).run()
-    with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as connection, connection:
-        connection.execute("UPDATE steps SET record = json_set(record, '$.dp_size', 2)")
+    query(tmp_path, "UPDATE steps SET record = json_set(record, '$.dp_size', 2)")
     fifth = set(script.batches[5])
     await mesh.kill_trainer()
     await mesh.start_trainer(4)
@@ -348,7 +329,7 @@ async def test_a_fresh_start_in_a_used_folder_begins_a_run_of_its_own(mesh, scri
     assert_exact(tmp_path, 3)
     assert [run for (run,) in query(tmp_path, "SELECT DISTINCT run FROM rollouts ORDER BY 1")] == [1, 2]
     assert query(tmp_path, "SELECT COUNT(*) FROM rollouts WHERE run = 1 AND reason = 'superseded'")[0][0] > 0
-    assert step_lines(tmp_path)[-1]["progress/samples"] == 24
+    assert step_records(tmp_path)[-1]["progress/samples"] == 24
 
 
 async def test_a_launch_goes_on_even_before_the_first_checkpoint(mesh, script, make_config, tmp_path) -> None:
@@ -367,7 +348,7 @@ async def test_a_launch_goes_on_even_before_the_first_checkpoint(mesh, script, m
 
 
 async def test_a_trainer_without_checkpoints_that_restarts_ends_the_run(mesh, script, make_config) -> None:
-    config = make_config(mesh.services, max_steps=None, deadlines={"unreachable_s": 5.0, "step_s": 10.0})
+    config = make_config(mesh.services, max_steps=None, deadlines={"unreachable_s": 5.0})
     running = asyncio.create_task(Orchestrator(config).run())
     await until(lambda: (1, 4) in script.trained)
     await asyncio.sleep(0.1)
@@ -378,11 +359,11 @@ async def test_a_trainer_without_checkpoints_that_restarts_ends_the_run(mesh, sc
 
 
 async def test_a_trainer_that_stays_away_ends_the_run_only_after_its_time(mesh, script, make_config) -> None:
-    config = make_config(mesh.services, max_steps=None, deadlines={"unreachable_s": 1.5, "step_s": 10.0})
+    config = make_config(mesh.services, max_steps=None, deadlines={"unreachable_s": 2.0})
     running = asyncio.create_task(Orchestrator(config).run())
     await until(lambda: (1, 2) in script.trained)
+    killed_s = time.monotonic()
     await mesh.kill_trainer()
-    await asyncio.sleep(1.0)
-    assert not running.done()
     with pytest.raises(RunError, match=f"trainer at {mesh.services.trainer}"):
         await asyncio.wait_for(running, 60.0)
+    assert time.monotonic() - killed_s > 0.5, "the last sign of life may be older than the kill"

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from pathlib import Path
 
 import pytest
 
 from meshrl.wire.errors import Reason
+from run_output import records
 
-SHORT = {"startup_s": 5.0, "unreachable_s": 0.5, "step_s": 10.0, "batch_s": 10.0, "activation_s": 5.0, "sleep_s": 0.2}
-
-
-def records(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+SHORT = {"unreachable_s": 0.5, "sleep_s": 0.2}
 
 
 async def test_engines_sleep_from_the_last_group_of_a_step_to_its_version(
@@ -26,7 +21,7 @@ async def test_engines_sleep_from_the_last_group_of_a_step_to_its_version(
     one_step = ["generate", "generate", "sleep", "batch", "trained", "active"]
     assert [kind for kind, _ in script.log] == ["active", *one_step * 4]
     assert [in_flight for kind, in_flight in script.log if kind == "sleep"] == [0] * 4
-    assert all(0.05 <= line["time/sleep_engines"] < 5.0 for line in records(tmp_path))
+    assert all(line["time/sleep_engines"] >= 0.05 for line in records(tmp_path))
 
 
 @pytest.mark.parametrize("level", [0, 1])
@@ -59,7 +54,7 @@ async def test_hub_that_does_not_answer_costs_the_deadline(
     async with start(config) as (loop, _):
         await loop.train()
     assert sorted(script.batches) == [1]
-    assert 0.3 <= records(tmp_path)[0]["time/sleep_engines"] < 3.0
+    assert 0.3 <= records(tmp_path)[0]["time/sleep_engines"] < script.sleep_takes_s
 
 
 async def test_evaluations_and_sleep_do_not_meet(mesh, script, make_config, start) -> None:
@@ -80,5 +75,5 @@ async def test_hub_that_is_away_is_a_warning(mesh, make_config, start, monkeypat
     async with start(config) as (loop, _):
         await loop.relay.activate_first(0)
         await mesh.servers["weights"].drain(grace_s=0.0)
-        async with asyncio.timeout(3.0):
+        async with asyncio.timeout(60.0):
             await loop.relay.sleep_engines()

@@ -17,6 +17,7 @@ PENALTY = functools.partial(
 def test_advantages_match_the_golden_groups(kind: str) -> None:
     for case in GOLDEN["cases"]:
         advantages = ADVANTAGES[kind](case["rewards"], case["lengths"])
+        assert advantages.dtype == np.float32
         assert advantages.tolist() == pytest.approx(case["advantages"][kind], rel=1e-6, abs=1e-7)
 
 

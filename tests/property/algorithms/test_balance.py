@@ -56,13 +56,6 @@ def test_ranks_never_wait_longer_than_when_rows_were_sorted_by_tokens(lengths, d
 
 
 @settings(max_examples=50, deadline=None)
-@given(LENGTHS, RANKS)
-def test_the_same_lengths_divide_alike(lengths, dp_size) -> None:
-    first, second = (divide(lengths, lengths, seq_len=SEQ_LEN, dp_size=dp_size) for _ in range(2))
-    assert first == second
-
-
-@settings(max_examples=50, deadline=None)
 @given(st.integers(1, 8), RANKS, st.integers(2, 16))
 def test_equal_samples_cost_every_rank_the_same(rows_each, dp_size, length) -> None:
     per_row = SEQ_LEN // length

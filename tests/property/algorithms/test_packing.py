@@ -81,14 +81,6 @@ def test_ranks_get_as_many_rows_each(made: list[TrainSample], dp_size: int) -> N
 
 
 @settings(max_examples=40, deadline=None)
-@given(samples())
-def test_rows_are_within_the_bound_of_first_fit_decreasing(made: list[TrainSample]) -> None:
-    rows = pack_samples(made, seq_len=SEQ_LEN).micro_batches
-    tokens = sum(min(SEQ_LEN, len(sample.token_ids)) for sample in made)
-    assert len(rows) <= max(1, 2 * tokens / SEQ_LEN + 1)
-
-
-@settings(max_examples=40, deadline=None)
 @given(samples(), st.integers(1, 4))
 def test_packing_is_deterministic(made: list[TrainSample], dp_size: int) -> None:
     first, second = (pack_samples(made, seq_len=SEQ_LEN, dp_size=dp_size) for _ in range(2))

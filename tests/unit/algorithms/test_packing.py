@@ -72,12 +72,6 @@ def test_a_sample_with_tokens_of_another_term_only_is_kept() -> None:
     assert (packing.loss_tokens, packing.dropped_samples) == (0, 1)
 
 
-def test_weights_are_cut_with_their_sample() -> None:
-    cut = sample(6, loss_from=6, ce_weights=weights(0, 0, 1, 0, 0, 1))
-    (row,) = pack_samples([cut], seq_len=4).micro_batches
-    assert row.ce_weights.tolist() == [0, 0, 1, 0]
-
-
 def test_fillers_have_no_weights() -> None:
     filler = pack_samples([sample(3, ce_weights=weights(0, 1, 1))], seq_len=8, dp_size=2).micro_batches[1]
     assert filler.ce_weights is None
