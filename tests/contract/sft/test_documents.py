@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from datasets import Dataset
-from meshrl.environments.reverse_text.demonstrations import demonstrations
-from meshrl.environments.reverse_text.sentences import sentences
 
 from conversations import load_conversations
 from meshrl.sft.data.config import DataConfig
-from meshrl_examples.model import create_model
+from sft_kit import make_folder, records
 
 FILE = """
 max_steps = 100
@@ -38,9 +34,8 @@ lr = 2e-3
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model, a dataset as the hub has them (a folder of parquet files), and a file like the documents'."""
-    folder = tmp_path_factory.mktemp("documents")
-    create_model(folder / "model", seed=0, hidden_size=32, num_layers=1)
-    rows = list(demonstrations(sentences("train")[:64], share=1.0, source=random.Random(0)))
+    folder = make_folder(tmp_path_factory.mktemp("documents"))
+    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
     (folder / "dataset" / "data").mkdir(parents=True)
     Dataset.from_list(rows).to_parquet(folder / "dataset" / "data" / "train-00000-of-00001.parquet")
     (folder / "sft.toml").write_text(FILE.format(model=folder / "model", data=folder / "dataset"))
@@ -63,15 +58,11 @@ def sft(folder: Path, command: str) -> str:
     return ran.stdout + ran.stderr
 
 
-def records(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_a_run_in_two_parts_with_wandb(folder: Path) -> None:
     sft(folder, "@ sft.toml --wandb --max-steps 20 --ckpt")
     assert (folder / "out" / "checkpoints" / "step_20" / "trainer").is_dir()
     sft(folder, "@ sft.toml --max-steps 40 --ckpt.resume-step 20")
-    steps = records(folder)
+    steps = records(folder / "out")
     assert [record["step"] for record in steps] == list(range(1, 41))
     assert steps[-1]["loss/mean"] < steps[0]["loss/mean"]
     assert steps[-1]["progress/num_samples"] > steps[19]["progress/num_samples"]

@@ -1,6 +1,5 @@
 """`sft` as two processes that it starts itself: the same training as one, and an orderly end."""
 
-import json
 import os
 import re
 import signal
@@ -18,25 +17,14 @@ import pytest
 from safetensors.numpy import load_file
 
 from meshrl.core.config import dump_toml
-from meshrl.sft.config import DataConfig, SFTConfig, SFTDeploymentConfig, ValConfig
+from meshrl.sft.config import DataConfig, SFTConfig, SFTDeploymentConfig
 from meshrl.sft.program import train
-from meshrl.training.config import OptimConfig
-from meshrl.training.model_config import TrainerModelConfig
 from meshrl.training.parallel.rank_group import RankGroup
+from sft_kit import configure, records
 
 
-def configure(folder: Path, output_dir: Path, **changes: Any) -> SFTConfig:
-    values: dict[str, Any] = {
-        "model": TrainerModelConfig(name=str(folder / "model"), device="cpu"),
-        "data": DataConfig(name=str(folder / "train.jsonl"), batch_size=2, seq_len=256),
-        "val": ValConfig(interval=3, data=DataConfig(name=str(folder / "train.jsonl"), seq_len=1024)),
-        "optim": OptimConfig(lr=1e-2),
-        "max_steps": 6,
-        "torch_threads": 1,
-        "deployment": SFTDeploymentConfig(num_train_gpus=2),
-        "output_dir": output_dir,
-    }
-    return SFTConfig(**(values | changes))
+def two_ranks(folder: Path, output_dir: Path, **changes: Any) -> SFTConfig:
+    return configure(folder, output_dir, deployment=SFTDeploymentConfig(num_train_gpus=2), **changes)
 
 
 @contextmanager
@@ -58,11 +46,6 @@ def started(config: SFTConfig, *, by: Sequence[str] = (), **environ: str) -> Ite
         process.wait()
 
 
-def records(output_dir: Path) -> list[dict[str, Any]]:
-    path = output_dir / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def test_two_processes_train_as_one(folder: Path, tmp_path: Path) -> None:
     """The two read with a process of its own, below a temporary folder too deep for Unix sockets."""
     one, two, deep = tmp_path / "one", tmp_path / "two", tmp_path / ("scratch-" * 12)
@@ -70,7 +53,7 @@ def test_two_processes_train_as_one(folder: Path, tmp_path: Path) -> None:
     data = DataConfig(name=str(folder / "train.jsonl"), batch_size=2, seq_len=256, num_workers=1)
     with (
         tempfile.TemporaryDirectory(dir="/tmp") as short,
-        started(configure(folder, two, data=data), TMPDIR=str(deep), XDG_RUNTIME_DIR=short) as process,
+        started(two_ranks(folder, two, data=data), TMPDIR=str(deep), XDG_RUNTIME_DIR=short) as process,
     ):
         train(configure(folder, one), (), RankGroup())
         assert process.wait(180) == 0, (two / "console.txt").read_text()
@@ -118,14 +101,14 @@ def hangups_end_programs() -> Iterator[None]:
 
 @pytest.mark.usefixtures("hangups_end_programs")
 def test_a_hangup_saves_what_there_is_ends_in_order_and_is_named(folder: Path, tmp_path: Path) -> None:
-    with started(configure(folder, tmp_path, max_steps=100_000)) as process:
+    with started(two_ranks(folder, tmp_path, max_steps=100_000)) as process:
         wait_for_step(process, tmp_path, 1)
         process.send_signal(signal.SIGHUP)
         assert_saved_and_named(process, tmp_path, signal.SIGHUP)
 
 
 def test_nohup_protects_all_ranks_and_a_termination_ends_them_as_a_hangup_does(folder: Path, tmp_path: Path) -> None:
-    with started(configure(folder, tmp_path, max_steps=100_000), by=["nohup"]) as process:
+    with started(two_ranks(folder, tmp_path, max_steps=100_000), by=["nohup"]) as process:
         wait_for_step(process, tmp_path, 1)
         process.send_signal(signal.SIGHUP)
         wait_for_step(process, tmp_path, len(records(tmp_path)) + 5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,33 +11,28 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from meshrl.sft.config import DataConfig, SFTConfig, ValConfig
+from meshrl.sft.config import DataConfig, ValConfig
 from meshrl.sft.program import train
-from meshrl.training.config import CheckpointConfig, OptimConfig, SchedulerConfig
+from meshrl.training.config import CheckpointConfig, SchedulerConfig
 from meshrl.training.model_config import LoraConfig, TrainerModelConfig
 from meshrl.training.parallel.rank_group import RankGroup
+from sft_kit import configure, records
 
-TIMES = ("time/", "perf/")
+VOLATILE = ("time", "perf/")
 
 
 def run(folder: Path, output_dir: Path, lora: LoraConfig | None, data: DataConfig | None = None, **ckpt: Any) -> None:
-    config = SFTConfig(
+    config = configure(
+        folder,
+        output_dir,
         model=TrainerModelConfig(name=str(folder / "model"), device="cpu", lora=lora),
-        data=data or DataConfig(name=str(folder / "train.jsonl"), batch_size=2, seq_len=256),
+        **({} if data is None else {"data": data}),
         val=ValConfig(interval=5, data=DataConfig(name=str(folder / "train.jsonl"), seq_len=256)),
-        optim=OptimConfig(lr=1e-2),
         scheduler=SchedulerConfig(type="linear", warmup_steps=3),
         max_steps=20,
-        torch_threads=1,
-        output_dir=output_dir,
         ckpt=CheckpointConfig(interval=10, **ckpt),
     )
     train(config, (), RankGroup())
-
-
-def records(output_dir: Path) -> list[dict[str, float]]:
-    lines = (output_dir / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if not k.startswith(TIMES)} for line in lines]
 
 
 def state(output_dir: Path, step: int) -> dict[str, torch.Tensor]:
@@ -66,7 +60,7 @@ def test_a_mixture_with_loader_processes_resumes_to_the_bit(folder: Path, tmp_pa
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run(folder, whole, lora, data=DataConfig(**data))
     shutil.copytree(whole / "checkpoints" / "step_10", parts / "checkpoints" / "step_10")
-    run(folder, parts, lora, data=DataConfig(**data, num_workers=4), resume_step=10)
+    run(folder, parts, lora, data=DataConfig(**data, num_workers=2), resume_step=10)
     compare(whole, parts)
     last = records(parts)[-1]
     assert 0.6 < last["progress/many/ratio_samples"] < 0.9
@@ -95,10 +89,9 @@ def compare(whole: Path, parts: Path) -> None:
     """Steps 11 to 20 of both, and what they left."""
     expected, got = records(whole), records(parts)
     assert [record["step"] for record in got] == list(range(11, 21))
-    volatile = ("timestamp", "time")
     for ours, theirs in zip(got, expected[10:], strict=True):
-        assert {k: v for k, v in ours.items() if k not in volatile} == {
-            k: v for k, v in theirs.items() if k not in volatile
+        assert {key: value for key, value in ours.items() if not key.startswith(VOLATILE)} == {
+            key: value for key, value in theirs.items() if not key.startswith(VOLATILE)
         }
     assert len({record["optim/lr"] for record in got}) == 10
     ours, theirs = state(parts, 20), state(whole, 20)

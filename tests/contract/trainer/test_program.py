@@ -5,26 +5,26 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from opentelemetry import trace
 from transformers import Qwen3ForCausalLM
 
 import polling
+import ranked_trainer
 from local_ports import free_port
-from meshrl.algorithms.packing import TrainSample, pack_samples
 from meshrl.client import TrainerClient, WeightSyncClient
 from meshrl.core.config import ConfigError
-from meshrl.core.config.shared import ServerConfig, WeightBroadcastConfig
+from meshrl.core.config.shared import WeightBroadcastConfig
 from meshrl.core.program import READY_FILE
 from meshrl.trainer.build import build_parts
 from meshrl.trainer.config import TrainerConfig
 from meshrl.trainer.program import serve
-from meshrl.training.config import CheckpointConfig, OptimConfig, SchedulerConfig
+from meshrl.training.config import CheckpointConfig, SchedulerConfig
 from meshrl.training.model_config import TrainerModelConfig
 from meshrl.wire.errors import MeshError
-from meshrl.wire.types import Batch, StepState, Transport
+from meshrl.wire.types import StepState, Transport
+from ranked_trainer import batch
 from small_disk import fill, mounted
 from state_publisher import StatePublisher
 from trainer_kit import UP_S, until, up
@@ -33,34 +33,8 @@ END_S = 90.0
 
 
 def configure(tmp_path: Path, model: str, hub: str, ckpt: CheckpointConfig | None = None) -> TrainerConfig:
-    return TrainerConfig(
-        model=TrainerModelConfig(name=model),
-        server=ServerConfig(port=free_port()),
-        optim=OptimConfig(lr=1e-2),
-        scheduler=SchedulerConfig(type="linear"),
-        max_steps=4,
-        seq_len=32,
-        torch_threads=1,
-        weight_broadcast=WeightBroadcastConfig(type="stream", address=hub, chunk_bytes=4096),
-        ckpt=ckpt,
-        output_dir=tmp_path / "out",
-    )
-
-
-def batch(step: int) -> Batch:
-    sample = TrainSample(
-        token_ids=np.arange(6, dtype=np.int32),
-        loss_mask=np.arange(6) >= 2,
-        logprobs=np.full(6, -2.7, np.float32),
-    )
-    packing = pack_samples([sample, sample], seq_len=32)
-    return Batch(
-        run_id="",
-        step=step,
-        micro_batches=packing.micro_batches,
-        loss_tokens=packing.loss_tokens,
-        environments=("env",),
-    )
+    plain = ranked_trainer.configure(tmp_path / "out", model, hub, ranks=1)
+    return plain.model_copy(update={"scheduler": SchedulerConfig(type="linear"), "max_steps": 4, "ckpt": ckpt})
 
 
 @asynccontextmanager
@@ -98,7 +72,7 @@ async def test_program_publishes_trains_drains_and_resumes(
     ckpt = CheckpointConfig()
     async with trainer(configure(tmp_path, model, hub, ckpt)) as (client, running, stop):
         first = await wait_for_version(hub, 0)
-        await client.submit_batch(batch(1))
+        await client.submit_batch(batch(1, ranks=1))
         event = await until(client, StepState.DONE, 1)
         assert (tmp_path / "ready").exists()
         second = await manifest_root(hub, 1)
@@ -113,7 +87,7 @@ async def test_program_publishes_trains_drains_and_resumes(
     resume = configure(tmp_path, model, hub, CheckpointConfig(resume_step=-1))
     async with trainer(resume) as (client, running, stop):
         await up(client)
-        await client.submit_batch(batch(2))
+        await client.submit_batch(batch(2, ranks=1))
         assert (await until(client, StepState.DONE, 2)).version == 2
         (run,) = (await client.get_trainer()).runs
         assert (run.version, run.epoch) == (2, 2)
@@ -158,11 +132,11 @@ async def test_a_full_disk_ends_the_trainer_with_a_sentence_and_it_resumes(
     config = configure(tmp_path, model, hub, CheckpointConfig(interval=1)).model_copy(update={"output_dir": disk})
     async with trainer(config) as (client, running, _):
         await up(client)
-        await client.submit_batch(batch(1))
+        await client.submit_batch(batch(1, ranks=1))
         await until(client, StepState.DONE, 1)
         await polling.until((disk / "checkpoints" / "step_1" / "trainer").is_dir)
         filler = fill(disk)
-        await client.submit_batch(batch(2))
+        await client.submit_batch(batch(2, ranks=1))
         assert await asyncio.wait_for(running, END_S) == 1
     (said,) = errors_said
     assert "Traceback" not in said
@@ -174,7 +148,7 @@ async def test_a_full_disk_ends_the_trainer_with_a_sentence_and_it_resumes(
         await up(client)
         (run,) = (await client.get_trainer()).runs
         assert run.version == 1
-        await client.submit_batch(batch(2))
+        await client.submit_batch(batch(2, ranks=1))
         await until(client, StepState.DONE, 2)
         stop.set()
         assert await asyncio.wait_for(running, END_S) == 0
@@ -189,7 +163,7 @@ async def test_a_full_disk_for_versions_ends_the_trainer_with_a_sentence(
     async with trainer(config) as (client, running, _):
         await wait_for_version(hub, 0)
         fill(disk)
-        await client.submit_batch(batch(1))
+        await client.submit_batch(batch(1, ranks=1))
         assert await asyncio.wait_for(running, END_S) == 1
     (said,) = errors_said
     assert "Traceback" not in said
@@ -204,7 +178,7 @@ async def test_a_version_that_the_hub_refuses_ends_the_trainer_with_a_sentence(
         await wait_for_version(hub, 0)
         newer = StatePublisher(other, Transport.STREAM, tmp_path / "unused", run_id="main", epoch=2)
         await newer.publish(0, {"w": torch.ones(4)})
-        await client.submit_batch(batch(1))
+        await client.submit_batch(batch(1, ranks=1))
         assert await asyncio.wait_for(running, END_S) == 1
     said = "\n".join(errors_said)
     assert "Traceback" not in said

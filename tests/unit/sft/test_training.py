@@ -3,56 +3,29 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
-from typing import Any
 
 import pytest
-from meshrl.environments.reverse_text.demonstrations import demonstrations
-from meshrl.environments.reverse_text.sentences import sentences
 from pydantic import ValidationError
 
 from meshrl.core.config.shared import LogConfig, ModelConfig
 from meshrl.models.load import load_model, load_tokenizer
-from meshrl.sft.config import DataConfig, LossMaskConfig, SFTConfig, ValConfig
+from meshrl.sft.config import DataConfig, LossMaskConfig, SFTConfig
 from meshrl.sft.data.conversations import DataError
 from meshrl.sft.program import train
-from meshrl.training.config import CheckpointConfig, OptimConfig
-from meshrl.training.model_config import TrainerModelConfig
+from meshrl.training.config import CheckpointConfig
 from meshrl.training.parallel.rank_group import RankGroup
-from meshrl_examples.model import create_model
+from sft_kit import configure, make_folder, records
 from tensorboard_values import tensorboard_values
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("sft")
-    create_model(folder / "model", seed=0, hidden_size=32, num_layers=1)
-    for name, texts in (("train", sentences("train")), ("val", sentences("held_out"))):
-        rows = demonstrations(texts[:64], share=1.0, source=random.Random(0))
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder
-
-
-def config(folder: Path, output_dir: Path, **changes: Any) -> SFTConfig:
-    values: dict[str, Any] = {
-        "model": TrainerModelConfig(name=str(folder / "model"), device="cpu"),
-        "data": DataConfig(name=str(folder / "train.jsonl"), batch_size=2, seq_len=256),
-        "val": ValConfig(interval=3, data=DataConfig(name=str(folder / "val.jsonl"), seq_len=1024)),
-        "optim": OptimConfig(lr=1e-2),
-        "max_steps": 6,
-        "torch_threads": 1,
-        "output_dir": output_dir,
-    }
-    return SFTConfig(**(values | changes))
-
-
-def records(output_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+    return make_folder(tmp_path_factory.mktemp("sft"))
 
 
 def test_training_lowers_the_loss_and_leaves_a_model_that_loads(folder: Path, tmp_path: Path) -> None:
-    train(config(folder, tmp_path), (), RankGroup())
+    train(configure(folder, tmp_path), (), RankGroup())
     steps = records(tmp_path)
     assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]
     assert steps[-1]["loss/mean"] < steps[0]["loss/mean"] - 1.0
@@ -71,7 +44,7 @@ def test_training_lowers_the_loss_and_leaves_a_model_that_loads(folder: Path, tm
 
 
 def test_samples_and_distributions_of_a_step_are_logged(folder: Path, tmp_path: Path) -> None:
-    train(config(folder, tmp_path, max_steps=10, val=None, log=LogConfig(tensorboard=True)), (), RankGroup())
+    train(configure(folder, tmp_path, max_steps=10, val=None, log=LogConfig(tensorboard=True)), (), RankGroup())
     found = tensorboard_values(tmp_path / "tensorboard")
     for name, mean in (("loss", "loss/mean"), ("entropy", "entropy/all/mean")):
         histogram = found[f"distributions/{name}"].histo
@@ -87,7 +60,7 @@ def test_samples_and_distributions_of_a_step_are_logged(folder: Path, tmp_path: 
 
 
 def test_a_stopped_run_saves_what_it_has(folder: Path, tmp_path: Path) -> None:
-    train(config(folder, tmp_path), ("SIGTERM",), RankGroup())
+    train(configure(folder, tmp_path), ("SIGTERM",), RankGroup())
     assert (tmp_path / "weights" / "step_0" / "model.safetensors").is_file()
 
 
@@ -99,7 +72,7 @@ def test_a_bad_row_late_in_the_data_ends_with_the_weights_of_the_steps_before(fo
     with pytest.raises(
         DataError, match=r"bad.jsonl, line 40, .*a message needs a role.*weights after step (\d+) are in"
     ):
-        train(config(folder, tmp_path / "out", data=data, max_steps=500), (), RankGroup())
+        train(configure(folder, tmp_path / "out", data=data, max_steps=500), (), RankGroup())
     steps = records(tmp_path / "out")[-1]["step"]
     assert steps > 2
     assert (tmp_path / "out" / "weights" / f"step_{steps}" / "model.safetensors").is_file()
@@ -110,9 +83,9 @@ def test_a_run_that_goes_on_over_other_data_names_the_difference(folder: Path, t
     mine = tmp_path / "mine.jsonl"
     mine.write_text("\n".join(rows[:8]))
     data = DataConfig(name=str(mine), batch_size=2, seq_len=256)
-    first = config(folder, tmp_path / "out", data=data, max_steps=2, ckpt=CheckpointConfig(interval=2))
+    first = configure(folder, tmp_path / "out", data=data, max_steps=2, ckpt=CheckpointConfig(interval=2))
     train(first, (), RankGroup())
-    again = config(folder, tmp_path / "out", data=data, max_steps=4, ckpt=CheckpointConfig(resume_step=2))
+    again = configure(folder, tmp_path / "out", data=data, max_steps=4, ckpt=CheckpointConfig(resume_step=2))
     train(again, (), RankGroup())
     assert not [line for line in said if "is not the data of the checkpoint" in line]
     mine.write_text("\n".join(rows[:3]))
@@ -128,7 +101,7 @@ def test_before_training_rows_are_shown_and_what_is_not_used_is_listed_once(
     messages = [{"role": "user", "content": "ab", "turn": 1}, {"role": "assistant", "content": "ba", "turn": 2}]
     (tmp_path / "rows.jsonl").write_text(f"{json.dumps({'messages': messages, 'score': 1, 'tools': None})}\n" * 12)
     data = DataConfig(name=str(tmp_path / "rows.jsonl"), batch_size=1, seq_len=64)
-    train(config(folder, tmp_path / "out", data=data, val=None, max_steps=1), (), RankGroup())
+    train(configure(folder, tmp_path / "out", data=data, val=None, max_steps=1), (), RankGroup())
     (row,) = [line for line in said if "row 0: " in line]
     assert "<|im_start|>assistant\n[[ba<|im_end|>]]\n" in row
     assert any("learned, found by prefixes that the chat template renders" in line for line in said)
