@@ -157,8 +157,8 @@ async def test_a_run_starts_from_the_weights_of_another_alone(model: str, tmp_pa
 
 
 def near(found: torch.Tensor, wanted: torch.Tensor, name: str) -> bool:
-    """3e-6 of the largest weight at most, once every pass is shared; Muon's step divides by the small singular values of
-    a gradient, which makes more of its last bits: 1.5e-4."""
+    """Within 3e-6 of the largest weight if every pass is shared. Muon's step divides by the small singular values of a
+    gradient, which makes more of its last bits: 1.5e-4."""
     return bool((found - wanted).abs().max() <= (1e-3 if name == "muon" else 1e-5) * wanted.abs().max())
 
 
