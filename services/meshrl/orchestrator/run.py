@@ -36,6 +36,8 @@ class StepCursors:
     """The last step whose batch the trainer took."""
     trained: int
     """The last step that is done, as far as the loop knows."""
+    suspended: str = ""
+    """Why the trainer trains none of the run's batches now."""
 
 
 class Run:
@@ -110,10 +112,10 @@ class Run:
             case "evaluation":
                 return f"the evaluation at step {number}: {self._in_flight()}", services.rollout
             case "trainer":
-                what = (
-                    f"the trainer, which has trained step {steps.trained}; batches up to {steps.recorded} wait for it"
-                )
-                return what, (services.trainer,)
+                what = f"has trained step {steps.trained}; batches up to {steps.recorded} wait for it"
+                if steps.suspended:
+                    what = f"{what}, and the run is suspended ({steps.suspended})"
+                return f"the trainer, which {what}", (services.trainer,)
         assert stage == "groups", f"no stage {stage!r}"
         if plan.in_flight:
             what = f"groups of step {plan.next_step}, {plan.ready} are ready and {plan.in_flight} in flight"

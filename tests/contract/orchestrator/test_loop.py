@@ -12,7 +12,7 @@ from meshrl.orchestrator.work.plan import TaskSchedule, TrainSource
 from meshrl.sampling import pool
 from meshrl.sampling.retry import RunError
 from meshrl.wire.errors import Reason
-from meshrl.wire.types import Rollout, RolloutRequest
+from meshrl.wire.types import Rollout, RolloutRequest, Suspension
 from polling import until
 from run_output import assert_exact, records
 
@@ -390,3 +390,23 @@ async def test_status_compares_the_last_step_with_the_version_of_that_step(
     rows = {row.service: row for row in (await read_status(RunFolder(tmp_path))).rows}
     assert rows["trainer"].version == 4
     assert (rows["orchestrator"].version, rows["orchestrator"].lag) == (2, 0)
+
+
+async def test_a_suspended_run_waits_beyond_its_deadlines_and_goes_on_once_it_is_resumed(
+    mesh, script, make_config, start, tmp_path, said
+) -> None:
+    script.step_holds[2] = asyncio.Event()
+    config = make_config(mesh.services, max_async_level=1, deadlines={"step_s": 5.0})
+    async with start(config) as (loop, ledger):
+        training = asyncio.create_task(loop.train())
+        await until(lambda: 3 in script.batches)  # one trains and one waits; the next is refused
+        mesh.trainer.book.suspension = Suspension(message="no room on its disk")
+        await until(lambda: any("the run main is suspended: no room on its disk; `meshrl run" in line for line in said))
+        await asyncio.sleep(6.0)
+        assert not training.done()
+        mesh.trainer.book.suspension = None
+        script.step_holds[2].set()
+        await training
+        ledger.end()
+    assert sorted(step for event, step in script.log if event == "trained") == [1, 2, 3, 4]
+    assert audit(tmp_path).violations == ()

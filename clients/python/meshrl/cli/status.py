@@ -22,7 +22,7 @@ from meshrl.wire.values import JsonObject
 
 if TYPE_CHECKING:  # gRPC and what goes with it take half a second to import: where there is nobody to ask, nobody waits
     from meshrl.client import ChannelOptions
-    from meshrl.wire.types import RolloutStatus, RunInfo
+    from meshrl.wire.types import RolloutStatus
 
 SCHEMA = Path(__file__).with_name("status.schema.json")
 LATE_S = 1.0
@@ -178,16 +178,12 @@ async def _trainer(address: str, options: ChannelOptions) -> list[ServiceRow]:
             lag=0,
             detail=f"run {run.run_id}: step {run.step}, epoch {run.epoch},"
             f" {f'checkpoint of step {run.durable_step}' if run.durable_step else 'no checkpoint'},"
-            f" {info.objective}, {info.world_size} rank(s)" + _suspended(run),
+            f" {info.objective}, {info.world_size} rank(s)"
+            + (f", suspended: {run.suspension}" if run.suspension else ""),
             figures={"model": info.model, **asdict(run), "phase": run.phase.value},
         )
         for run in info.runs
     ]
-
-
-def _suspended(run: RunInfo) -> str:
-    why = run.suspension
-    return "" if why is None else f", suspended: {why.message or why.reason or 'by ' + why.by}"
 
 
 async def _weights(address: str, options: ChannelOptions) -> list[ServiceRow]:

@@ -140,7 +140,7 @@ def show(folder: RunFolder, address: str | None, run_id: str, as_json: bool) -> 
         "tokens": info.tokens,
     }
     if info.suspension is not None:
-        lines["suspended"] = info.suspension.message or info.suspension.reason
+        lines["suspended"] = str(info.suspension)
     if info.spec is not None:
         parts = {name: value for name, value in asdict(info.spec).items() if value not in (None, {}, ())}
         lines |= {name: _in_words(value) for name, value in parts.items()}

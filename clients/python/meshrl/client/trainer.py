@@ -73,7 +73,7 @@ class TrainerClient(ServiceClient):
         request = pb.CreateRunRequest(request_id=str(uuid.uuid4()), run_id=run_id)
         if spec is not None:
             request.spec.CopyFrom(convert.to_proto(spec))
-        response = await self._unary(self._stub.CreateRun, "CreateRun", request)
+        response = await self._unary(self._stub.CreateRun, "CreateRun", request, self.options.checkpoint_deadline_s)
         return convert.from_proto(RunInfo, response.run)
 
     async def get_run(self, run_id: str = "") -> RunInfo:
@@ -89,7 +89,7 @@ class TrainerClient(ServiceClient):
 
     async def resume_run(self, run_id: str) -> RunInfo:
         request = pb.ResumeRunRequest(request_id=str(uuid.uuid4()), run_id=run_id)
-        response = await self._unary(self._stub.ResumeRun, "ResumeRun", request)
+        response = await self._unary(self._stub.ResumeRun, "ResumeRun", request, self.options.checkpoint_deadline_s)
         return convert.from_proto(RunInfo, response.run)
 
     async def list_runs(self) -> tuple[RunInfo, ...]:
@@ -100,7 +100,7 @@ class TrainerClient(ServiceClient):
     async def delete_run(self, run_id: str, *, keep_checkpoints: bool = False) -> None:
         """Removes a run that `create_run` added."""
         request = pb.DeleteRunRequest(request_id=str(uuid.uuid4()), run_id=run_id, keep_checkpoints=keep_checkpoints)
-        await self._unary(self._stub.DeleteRun, "DeleteRun", request)
+        await self._unary(self._stub.DeleteRun, "DeleteRun", request, self.options.checkpoint_deadline_s)
 
     async def drain(self, deadline_s: float | None = None) -> int:
         """The trainer finishes its queue and ends. Returns its last finished step."""

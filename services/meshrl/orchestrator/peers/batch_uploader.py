@@ -12,6 +12,7 @@ import asyncio
 from dataclasses import dataclass
 from functools import partial
 
+from loguru import logger
 from opentelemetry import trace
 
 from meshrl.client import TrainerClient
@@ -48,6 +49,7 @@ class BatchUploader:
             history=run.steps.trained < run.info.step,
             on_restart=self._on_restart,
             on_durable=run.journal.durable,
+            on_suspended=self._on_suspended,
             changed=run.changed,
             clock=clock,
         )
@@ -95,9 +97,14 @@ class BatchUploader:
                 await self._changed.next()
                 continue
             try:
-                async with asyncio.timeout(deadline_s):
+                async with asyncio.timeout(deadline_s) as deadline:
                     while (event := self.watcher.take(step)) is None:
+                        suspended = bool(steps.suspended)
+                        if suspended:
+                            deadline.reschedule(None)
                         await self._changed.next()
+                        if suspended:
+                            deadline.reschedule(asyncio.get_running_loop().time() + deadline_s)
                         if step > steps.recorded or epoch != self.watcher.epoch:  # withdrawn, or done again
                             break
             except TimeoutError:
@@ -130,6 +137,8 @@ class BatchUploader:
                     patience = Patience(unreachable_s=self._deadlines.unreachable_s, retry_s=self._deadlines.step_s)
                     await persist(partial(self._client.submit_batch, batch), patience, clock=self._clock)
             except MeshError as error:  # a trainer that has restarted expects an earlier step
+                if error.reason is Reason.RUN_SUSPENDED:
+                    continue  # for as long as it takes
                 if error.reason in _OUT_OF_STEP and await self.watcher.restarts(epoch):
                     continue
                 refusal = BatchRefusal(step=step, error=error)
@@ -153,6 +162,17 @@ class BatchUploader:
         self._changed.beat()
         while self.refused is not None:
             await self._changed.next()
+
+    def _on_suspended(self, why: str) -> None:
+        if why == self._steps.suspended:
+            return
+        if why:
+            run_id = self._run.info.run_id
+            logger.warning(f"the run {run_id} is suspended: {why}; `meshrl run resume {run_id}` lets it go on")
+        else:
+            logger.info("the run is no longer suspended")
+        self._steps.suspended = why
+        self._changed.beat()
 
     def _on_restart(self, run: RunInfo) -> None:
         done, self._steps.trained = self._steps.trained, min(self._steps.trained, run.step)

@@ -194,7 +194,10 @@ def find_run(run_id: str, trainer: TrainerInfo) -> RunInfo:
         if not run_id or run.run_id == run_id:
             return run
     known = ", ".join(run.run_id for run in trainer.runs)
-    raise RunError(f"orchestrator.run_id {run_id!r} is not a run of the trainer; it has {known or 'none'}")
+    raise RunError(
+        f"orchestrator.run_id {run_id!r} is not a run of the trainer; it has {known or 'none'}; to add one, set"
+        " orchestrator.run, such as run.share = 1"
+    )
 
 
 def check_hosted(wanted: Sequence[tuple[str, str]], table: HostTable) -> None:

@@ -42,14 +42,17 @@ class StepWatcher:
         history: bool,
         on_restart: Callable[[RunInfo], None],
         on_durable: Callable[[int], None],
+        on_suspended: Callable[[str], None],
         changed: Pulse,
         clock: Clock,
     ) -> None:
-        """`history` asks for the events of earlier steps, which otherwise have no metrics."""
+        """`history` asks for the events of earlier steps, which otherwise have no metrics. `on_suspended` gets the
+        reason at each poll, an empty one while the run is active."""
         self._client = client
         self._unreachable_s = unreachable_s
         self._on_restart = on_restart
         self._on_durable = on_durable
+        self._on_suspended = on_suspended
         self._clock = clock
         self._changed = changed
         self._run = run
@@ -172,6 +175,7 @@ class StepWatcher:
         try:
             run = find_run(self._run.run_id, await self._client.get_trainer())
             self._heard_s = self._clock.now()
+            self._on_suspended(str(run.suspension or ""))
             return run
         except (MeshError, RunError) as error:
             logger.debug(f"trainer: {error}")

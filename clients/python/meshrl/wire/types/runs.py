@@ -112,6 +112,9 @@ class Suspension:
     message: str = ""
     by: str = ""
 
+    def __str__(self) -> str:
+        return self.message or self.reason or f"by {self.by}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
