@@ -15,9 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from ledger_audit import audit
 from mesh_run import MESH_TOML, PACED, Run, check_kill, of_orchestrator
+from meshrl.cli.main import main
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(600)]
 
@@ -142,6 +144,8 @@ def test_of_three_folders_two_are_taken_up_and_the_third_once_one_is_deleted(
     assert third.poll() is None  # it waits: both places are taken, though their runs are trained
     assert "run 'run_c' waits for a place" in mesh.log("trainer")
     assert not (mesh.output_dir / "run_c" / "ledger.sqlite").exists()
+    for command, line in ((["run", "suspend", "run_b"], "suspended"), (["doctor"], "meshrl run resume run_b lets")):
+        assert line in CliRunner().invoke(main, [*command, "-o", str(mesh.output_dir)]).output
     files[0].unlink()
     said = ended(third)
     assert "the run run_c waits, for up to" in said

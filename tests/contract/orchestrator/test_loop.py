@@ -409,4 +409,4 @@ async def test_a_suspended_run_waits_beyond_its_deadlines_and_goes_on_once_it_is
         await training
         ledger.end()
     assert sorted(step for event, step in script.log if event == "trained") == [1, 2, 3, 4]
-    assert audit(tmp_path).violations == ()
+    assert_exact(tmp_path, 4)

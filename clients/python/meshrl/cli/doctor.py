@@ -150,8 +150,12 @@ def _services(folder: RunFolder) -> Iterator[Diagnosis]:
             yield Diagnosis(what="run", state="ok", found=found)
         return
     for row in run(read_status(folder)).rows:
-        remedy = "" if row.is_well else "see its log: meshrl logs"
         found = f"{row.state} at {row.address}; {row.detail}"
+        if row.figures.get("suspension"):
+            remedy = f"meshrl run resume {row.figures['run_id']} lets it go on"
+            yield Diagnosis(what=row.service, state="warn", found=found, remedy=remedy)
+            continue
+        remedy = "" if row.is_well else "see its log: meshrl logs"
         yield Diagnosis(what=row.service, state="ok" if row.is_well else "fail", found=found, remedy=remedy)
 
 
