@@ -47,6 +47,11 @@ class _Share:
         """This rank's share in a process group."""
         return cls(group=group.group_name, size=dist.get_world_size(group), rank=dist.get_rank(group))
 
+    def own(self, count: int) -> slice:
+        """This rank's part of `count` tokens, heads or features."""
+        part = count // self.size
+        return slice(self.rank * part, (self.rank + 1) * part)
+
 
 class ContextShare(_Share):
     """This rank among those that share its rows, in the order of their tokens."""
@@ -59,11 +64,6 @@ class ContextShare(_Share):
         """How many tokens of this rank's part of a padded row are of the row's own `tokens`, which come first."""
         part = (tokens + self.missing(tokens)) // self.size
         return min(max(tokens - self.rank * part, 0), part)
-
-    def own(self, count: int) -> slice:
-        """This rank's part of a row of `count` tokens, or of as many heads."""
-        part = count // self.size
-        return slice(self.rank * part, (self.rank + 1) * part)
 
     def to_heads(self, *tensors_tHD: torch.Tensor) -> list[torch.Tensor]:
         """Exchanges this rank's tokens of all heads for all tokens of its heads, each (T, h, D).
@@ -115,11 +115,6 @@ class TensorShare(_Share):
         """The tensor, which every rank has and uses alike, with the gradient of one of them."""
         same: torch.Tensor = _Alike.apply(tensor, self.size)  # type: ignore[no-untyped-call]  # torch's
         return same
-
-    def own(self, count: int) -> slice:
-        """This rank's part of so many features."""
-        part = count // self.size
-        return slice(self.rank * part, (self.rank + 1) * part)
 
     def stacked(self, tensor: torch.Tensor) -> torch.Tensor:
         """The ranks' tensors in their order, (size, ...), on every rank; without a gradient."""
