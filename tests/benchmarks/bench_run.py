@@ -35,7 +35,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from meshrl.core.torch_environment import VISIBLE_GPUS
 from meshrl.launch.gpus import visible
-from meshrl.models.load import fill_at_random
 from rollout_paths import save_tokenizer
 
 HERE = Path(__file__).parent
@@ -77,7 +76,7 @@ def make_model(shape: str | None, folder: Path, *, ragged: bool, mean_tokens: in
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if shape else torch.float32)
     model.to_empty(device=device)
     torch.manual_seed(0)
-    fill_at_random(model)
+    model.initialize_weights()
     model.tie_weights()
     count = min(MOST_ENDS, config.vocab_size // mean_tokens) if ragged else 0
     ends = range(config.vocab_size // 2, config.vocab_size // 2 + count)

@@ -43,7 +43,6 @@ from meshrl.client import WeightSyncClient
 from meshrl.core.config.shared import WeightBroadcastConfig
 from meshrl.core.telemetry.waits import Waits
 from meshrl.launch.gpus import visible
-from meshrl.models.load import fill_at_random
 from meshrl.trainer.publishing.build import PublishOptions, decide, open_publication
 from meshrl.trainer.publishing.snapshots import Snapshotter, open_snapshotter
 from meshrl.trainer.ranks.commands import (
@@ -83,7 +82,7 @@ def build(shape: Path, device: torch.device, parallel: RankGroup) -> torch.nn.Mo
     if model.config.tie_word_embeddings:
         model.tie_weights()
     torch.manual_seed(parallel.rank)
-    fill_at_random(model)
+    model.initialize_weights()
     return model
 
 

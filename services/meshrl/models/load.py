@@ -82,7 +82,12 @@ def load_model(config: ModelConfig, *, dtype: torch.dtype | None = None) -> PreT
 def empty_model(config: ModelConfig, *, dtype: torch.dtype) -> PreTrainedModel:
     """The model without storage (on the meta device), with its generation config. Raises ModelError."""
     model_config = model_shape(config)
-    attention = _runnable(config, model_config)
+    if (reason := refusal(model_config)) is not None:
+        raise ModelError(
+            f"model.name {config.name!r} is of type {model_config.model_type!r}, which is not supported: {reason}; "
+            "take a causal language model"
+        )
+    attention = attention_implementation(model_config)
     try:
         with torch.device("meta"), meta_device_safe_creation_ops():
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
@@ -97,16 +102,6 @@ def empty_model(config: ModelConfig, *, dtype: torch.dtype) -> PreTrainedModel:
         if (Path(config.name) / GENERATION_CONFIG).is_file():
             raise ModelError(f"model.name {config.name!r}: {GENERATION_CONFIG} cannot be read: {error}") from error
     return model
-
-
-def _runnable(config: ModelConfig, model_config: PreTrainedConfig) -> str | None:
-    reason = refusal(model_config)
-    if reason is not None:
-        raise ModelError(
-            f"model.name {config.name!r} is of type {model_config.model_type!r}, which is not supported: {reason}; "
-            "take a causal language model"
-        )
-    return attention_implementation(model_config)
 
 
 @torch.no_grad()
@@ -124,12 +119,6 @@ def fill_model(model: PreTrainedModel, config: ModelConfig) -> None:
     own = stored_tensors(model)
     for name, value in reader.read(lambda name: own_part(own[name])):
         fill_part(own[name], value)
-
-
-@torch.no_grad()
-def fill_at_random(model: PreTrainedModel) -> None:
-    """Gives a model with storage the weights of a new one, for benchmarks; every rank calls it."""
-    model.initialize_weights()
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:

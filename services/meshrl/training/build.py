@@ -12,7 +12,7 @@ from torch import nn
 
 from meshrl.models.adapters import AdapterScale, AdapterSet
 from meshrl.models.families import learned_positions
-from meshrl.models.load import DTYPES, ModelError, empty_model, fill_at_random, fill_model, resolve_dtype
+from meshrl.models.load import DTYPES, ModelError, empty_model, fill_model, resolve_dtype
 from meshrl.models.logprobs import LOGITS_CPU, LOGITS_GPU, PackedPolicy
 from meshrl.models.lora import coverage, make_set, prepare_lora, reset_lora
 from meshrl.models.shares import TensorShare
@@ -85,7 +85,7 @@ def build_learner(
     if parallel.mesh is None:
         model.tie_weights()  # which to_empty undoes, but for what is sharded
     if random_weights:
-        fill_at_random(model)
+        model.initialize_weights()
     else:
         fill_model(model, config)
     if config.lora is not None:

@@ -18,7 +18,7 @@ from meshrl.algorithms.objective import Objective
 from meshrl.algorithms.packing import TrainSample, pack_samples
 from meshrl.core.config.shared import ModelConfig
 from meshrl.models.adapters import AdapterScale, AdapterSet
-from meshrl.models.load import fill_at_random, fill_model
+from meshrl.models.load import fill_model
 from meshrl.models.logprobs import PackedPolicy
 from meshrl.models.lora import (
     LoraLinear,
@@ -350,7 +350,7 @@ def test_random_weights_fill_an_adapted_model_that_had_no_storage() -> None:
     model = empty().to_empty(device="cpu").eval()
     for parameter in model.parameters():
         nn.init.constant_(parameter, float("nan"))
-    fill_at_random(model)
+    model.initialize_weights()
     mount(model)
     assert bool(logits(model).isfinite().all())
     assert float(adapted_layers(model)["model.layers.0.self_attn.q_proj"].weight.detach().std()) > 0
