@@ -92,8 +92,7 @@ def build_learner(
         add_set(model, config.lora, seed=seed, device=parallel.device)
         if parallel.plan.leads:
             logger.info(coverage(model))
-    # Dropout must not fall alike on every rank, but on those that have the same tokens.
-    seed_rank(seed, 0, parallel.plan.rank // parallel.plan.tp)
+    seed_rank(seed, 0, parallel.plan)
     return Learner(
         policy,
         parallel,

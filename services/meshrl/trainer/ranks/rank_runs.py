@@ -84,7 +84,7 @@ class RunMaker:
         problem: Exception | None = None
         try:
             add_set(learner.model, settings.lora, seed=settings.adapter_seed, device=learner.device)
-            seed_rank(settings.seed, 0, learner.parallel.plan.rank // learner.parallel.plan.tp)
+            seed_rank(settings.seed, 0, learner.parallel.plan)
             state = RunState.of(
                 learner.model,
                 run_id=run_id,

@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from loguru import logger
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -32,8 +33,9 @@ from meshrl.core.config.shared import ModelConfig
 from meshrl.core.durable import flush, flush_tree
 from meshrl.models.lora import adapter_state
 from meshrl.models.state import gather_state
-from meshrl.training.checkpoints import files, random_state, train_state
+from meshrl.training.checkpoints import files, train_state
 from meshrl.training.checkpoints.files import CheckpointContents, CheckpointError, FileMark
+from meshrl.training.checkpoints.random_state import random_state, restore_random_state, seed_rank
 from meshrl.training.checkpoints.saving_ranks import SavingRanks, reason
 from meshrl.training.checkpoints.weights_folder import AdapterWriter, WeightsWriter
 from meshrl.training.config import CheckpointConfig
@@ -275,10 +277,9 @@ class Checkpointer:
         self._run.drop_gradient()  # of the weights before
         if not with_optimizer:
             return
-        random_state.seed_rank(self._seed, manifest.step, group.plan.rank // group.plan.tp)
+        seed_rank(self._seed, manifest.step, group.plan)
         if manifest.ranks == group.plan.world_size:
-            saved = random_state.read_random_state(folder / random_state.random_file(group.plan.rank))
-            random_state.restore_random_state(saved, self._learner.device)
+            restore_random_state(load_file(folder / _random_file(group.plan.rank)), self._learner.device)
         self._run.step_done = manifest.step
         self.progress = TrainingProgress(tokens=manifest.tokens, samples=manifest.samples, data=manifest.data)
 
@@ -327,7 +328,7 @@ class Checkpointer:
             else {},
             adapters=adapter_state(model, keep=first) if needed[0] and self._adapters else {},
             tensors=train_state.run_tensors(model, self._run) if needed[1:] == b"\1" else None,
-            random_state=random_state.random_state(self._learner.device),
+            random_state=random_state(self._learner.device),
             progress=replace(self.progress),
         )
 
@@ -351,7 +352,7 @@ class Checkpointer:
 
     def _write_shards(self, job: _Job, tensors: dict[str, torch.Tensor], partial: Path) -> None:
         group, plan = self._group, self._group.plan
-        own_random = partial / random_state.random_file(plan.rank)
+        own_random = partial / _random_file(plan.rank)
 
         def write() -> None:
             writer = FileSystemWriter(partial)
@@ -360,7 +361,7 @@ class Checkpointer:
             )
 
         def write_random_state() -> dict[str, dict[str, int]]:
-            random_state.write_random_state(job.random_state, own_random)
+            save_file(dict(job.random_state), own_random)
             flush(own_random)
             written = [own_random, *partial.glob(f"__{plan.rank}_*"), *([partial / ".metadata"] if plan.leads else [])]
             return {path.name: vars(files.mark(path)) for path in written}
@@ -411,3 +412,7 @@ class Checkpointer:
 
     def _weights_folder(self, step: int) -> Path:
         return step_folder(self._weights, step)
+
+
+def _random_file(rank: int) -> str:
+    return f"random_{rank:05d}.safetensors"

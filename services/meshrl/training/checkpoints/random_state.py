@@ -1,15 +1,15 @@
-"""The random state of a rank, with which a resumed run draws the same numbers; read by the checkpointer."""
+"""The random state of a rank, with which a resumed run draws the same numbers."""
 
 from __future__ import annotations
 
 import hashlib
 import random
 from collections.abc import Mapping
-from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+
+from meshrl.training.parallel.plan import ParallelPlan
 
 
 def random_state(device: torch.device) -> dict[str, torch.Tensor]:
@@ -41,23 +41,10 @@ def restore_random_state(state: Mapping[str, torch.Tensor], device: torch.device
         torch.cuda.set_rng_state(state["device"], device)
 
 
-def seed_rank(seed: int, step: int, rank: int) -> None:
-    """Starts all generators of a rank from the run's seed and the step, differently on each rank: for a rank without a
-    saved state, after a resume with another number of ranks."""
-    digest = hashlib.sha256(f"{seed}/{step}/{rank}".encode()).digest()
+def seed_rank(seed: int, step: int, plan: ParallelPlan) -> None:
+    """Starts all generators of a rank that has no saved state: alike on ranks with the same tokens, whose dropout must
+    fall alike, and differently on others."""
+    digest = hashlib.sha256(f"{seed}/{step}/{plan.rank // plan.tp}".encode()).digest()
     torch.manual_seed(int.from_bytes(digest[:7], "little"))
     random.seed(digest)
     np.random.seed(int.from_bytes(digest[8:12], "little"))
-
-
-def random_file(rank: int) -> str:
-    return f"random_{rank:05d}.safetensors"
-
-
-def write_random_state(state: Mapping[str, torch.Tensor], path: Path) -> None:
-    save_file(dict(state), path)
-
-
-def read_random_state(path: Path) -> dict[str, torch.Tensor]:
-    state: dict[str, torch.Tensor] = load_file(path)
-    return state
