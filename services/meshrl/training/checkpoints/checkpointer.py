@@ -45,7 +45,8 @@ from meshrl.wire.saved_steps import pinned_steps, step_folder, steps_in
 
 __all__ = ["CheckpointError", "Checkpointer", "TrainingProgress"]
 
-SAVE_DEADLINE_S = 3600.0
+PART = "trainer"  # the folder of a step's checkpoint; other programs have others beside it
+SAVE_DEADLINE_S = 3600.0  # of a save in the background
 
 
 @dataclass(kw_only=True)
@@ -76,35 +77,30 @@ class Checkpointer:
         output_dir: Path,
         *,
         tokenizer: PreTrainedTokenizerBase | None,
-        part: str = "trainer",
         seed: int = 0,
         snapshot_dtype: torch.dtype | None = None,
         base: ModelConfig | None = None,
         adapters_of: str | None = None,
         merges: bool = True,
-        deadline_s: float = SAVE_DEADLINE_S,
     ) -> None:
         """`snapshot_dtype` is that of the Hugging Face folders, None the one that the weights are trained in.
 
         `base` is the model that the learner was built from, whose folder gives snapshots what training leaves alone.
         `adapters_of` names the model under the adapters, and has these written on their own as well; without `merges`
-        snapshots are these alone. `deadline_s` bounds a save in the background. Leftovers of a killed process are
-        deleted. Collective. Raises CheckpointError when a snapshot of this model could not be written.
+        snapshots are these alone. Leftovers of a killed process are deleted. Collective. Raises CheckpointError when a snapshot of this model could not be written.
         """
         self.progress = TrainingProgress()
         self._learner = learner
         self._run = run
         self._checkpoints = output_dir / "checkpoints"
         self._weights = output_dir / "weights"
-        self._part = part
         self._seed = seed
         self._snapshot_dtype = snapshot_dtype
         self._adapters, self._merges = adapters_of is not None, merges
-        self._deadline_s = deadline_s
         self._own: set[Path] = set()  # folders of this run; what an earlier run left at the same step is replaced
         self._on_branch = False  # checkpoints of later steps are none of this run's past
         self._saving: Future[None] | None = None
-        self._group = SavingRanks.beside(learner.parallel, timeout_s=deadline_s)
+        self._group = SavingRanks.beside(learner.parallel, timeout_s=SAVE_DEADLINE_S)
 
         def writer() -> WeightsWriter | AdapterWriter | None:
             if not self._group.plan.leads:
@@ -124,7 +120,7 @@ class Checkpointer:
         # For good, since saves on a thread must not touch the process's filters: no process group is as it should be.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         if self._group.plan.leads:
-            files.sweep(self._checkpoints, part)
+            files.sweep(self._checkpoints, PART)
             files.sweep(self._weights, None)
 
     # --- saving -----------------------------------------------------------------------------------
@@ -195,10 +191,10 @@ class Checkpointer:
         saving, self._saving = self._saving, None
         if saving is not None:
             try:
-                saving.result(self._deadline_s)
+                saving.result(SAVE_DEADLINE_S)
             except TimeoutError as error:
                 raise CheckpointError(
-                    f"the checkpoint that is being written in the background is not on disk after {self._deadline_s:g} "
+                    f"the checkpoint that is being written in the background is not on disk after {SAVE_DEADLINE_S:g} "
                     "s; is the disk too slow, or gone?"
                 ) from error
 
@@ -248,7 +244,7 @@ class Checkpointer:
 
         Without `with_optimizer` only its weights are taken, for step 0. Raises CheckpointError as `restore` and `save`.
         """
-        folder = step_folder(checkpoints, step) / self._part
+        folder = step_folder(checkpoints, step) / PART
         manifest = self._group.together("read the checkpoint", lambda: CheckpointContents.read(folder, step=step))
         self._read(folder, manifest, with_optimizer=with_optimizer)
         self.save()
@@ -405,10 +401,10 @@ class Checkpointer:
                 logger.warning("the checkpoint of step {} is not of this run's past: kept as {}", later, aside)
 
     def _resumable(self) -> list[int]:
-        return steps_in(self._checkpoints, self._part)
+        return steps_in(self._checkpoints, PART)
 
     def _folder(self, step: int) -> Path:
-        return step_folder(self._checkpoints, step) / self._part
+        return step_folder(self._checkpoints, step) / PART
 
     def _weights_folder(self, step: int) -> Path:
         return step_folder(self._weights, step)
