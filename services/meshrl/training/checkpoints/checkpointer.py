@@ -31,13 +31,13 @@ from transformers import PreTrainedTokenizerBase
 
 from meshrl.core.config.shared import ModelConfig
 from meshrl.core.durable import flush, flush_tree
-from meshrl.models.lora import adapter_state
+from meshrl.models.lora import adapter_config, adapter_state, save_adapter
 from meshrl.models.state import gather_state
 from meshrl.training.checkpoints import files, train_state
 from meshrl.training.checkpoints.files import CheckpointContents, CheckpointError, FileMark
 from meshrl.training.checkpoints.random_state import random_state, restore_random_state, seed_rank
 from meshrl.training.checkpoints.saving_ranks import SavingRanks, reason
-from meshrl.training.checkpoints.weights_folder import AdapterWriter, WeightsWriter
+from meshrl.training.checkpoints.weights_folder import WeightsWriter
 from meshrl.training.config import CheckpointConfig
 from meshrl.training.learner import Learner
 from meshrl.training.run_state import RunState
@@ -47,6 +47,9 @@ __all__ = ["CheckpointError", "Checkpointer", "TrainingProgress"]
 
 PART = "trainer"  # the folder of a step's checkpoint; other programs have others beside it
 SAVE_DEADLINE_S = 3600.0  # of a save in the background
+
+SnapshotWriter = Callable[[Path, Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], None]
+"""Fills a folder with weights and adapters, by name. Raises OSError."""
 
 
 @dataclass(kw_only=True)
@@ -87,7 +90,8 @@ class Checkpointer:
 
         `base` is the model that the learner was built from, whose folder gives snapshots what training leaves alone.
         `adapters_of` names the model under the adapters, and has these written on their own as well; without `merges`
-        snapshots are these alone. Leftovers of a killed process are deleted. Collective. Raises CheckpointError when a snapshot of this model could not be written.
+        snapshots are these alone. Leftovers of a killed process are deleted. Collective. Raises CheckpointError when
+        a snapshot of this model could not be written.
         """
         self.progress = TrainingProgress()
         self._learner = learner
@@ -102,21 +106,22 @@ class Checkpointer:
         self._saving: Future[None] | None = None
         self._group = SavingRanks.beside(learner.parallel, timeout_s=SAVE_DEADLINE_S)
 
-        def writer() -> WeightsWriter | AdapterWriter | None:
+        def writer() -> SnapshotWriter | None:
             if not self._group.plan.leads:
                 return None
             if not merges:
                 assert adapters_of is not None, "snapshots without merged weights are of adapters"
-                return AdapterWriter(learner.model, base_name=adapters_of)
+                config = adapter_config(learner.model, adapters_of)
+                return lambda folder, state, adapters: save_adapter(folder, adapters, config)
             return WeightsWriter(
                 learner.model,
                 dtype=snapshot_dtype or learner.model.dtype,
                 tokenizer=tokenizer,
                 base=base,
                 base_name=adapters_of,
-            )
+            ).write
 
-        self._writer = self._group.together("write the outline of a snapshot", writer)
+        self._write_snapshot = self._group.together("write the outline of a snapshot", writer)
         # For good, since saves on a thread must not touch the process's filters: no process group is as it should be.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         if self._group.plan.leads:
@@ -377,10 +382,10 @@ class Checkpointer:
         self._group.together("write the manifest", lambda: self._first(manifest.write, [partial]))
 
     def _write_weights(self, folder: Path, job: _Job) -> None:
-        if self._writer is None or job.weights is None:  # rank 0 has both
+        if self._write_snapshot is None or job.weights is None:  # rank 0 has both
             return
         partial = folder.with_name(folder.name + files.PARTIAL)
-        self._writer.write(partial, job.weights, job.adapters)
+        self._write_snapshot(partial, job.weights, job.adapters)
         flush_tree(partial)
 
     def _first(self, action: Callable[[Path], object], folders: Sequence[Path]) -> None:

@@ -25,15 +25,6 @@ MAX_FILE_SIZE = "5GB"
 ADAPTERS = "lora_adapters"
 
 
-class AdapterWriter:
-    def __init__(self, model: PreTrainedModel, *, base_name: str) -> None:
-        self._config = adapter_config(model, base_name)
-
-    def write(self, folder: Path, state: Mapping[str, torch.Tensor], adapters: Mapping[str, torch.Tensor]) -> None:
-        """Fills an empty folder with the adapters; `state` is empty. Raises OSError."""
-        save_adapter(folder, adapters, self._config)
-
-
 class WeightsWriter:
     """Writes snapshots of one model, in `dtype`. Made where the model trains; `write` may run on another thread."""
 
