@@ -17,7 +17,7 @@ from meshrl.core.heap import loading
 with loading():
     from meshrl.training.parallel.torchrun import RankAgent
 agent = RankAgent("group_member", sys.argv[2:], ranks=2, log_dir=Path(sys.argv[1]), role="trainer")
-sys.exit(agent.run(os.environ))
+sys.exit(agent.run_ranks(os.environ))
 """
 # Raises the signal where torch's agent has begun the processes but has not said so yet.
 TOLD = """

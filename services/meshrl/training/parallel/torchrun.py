@@ -12,7 +12,7 @@ import signal
 import sys
 import uuid
 from collections import deque
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -44,10 +44,10 @@ def run_ranks(
     show = Std.ERR if stdout_goes_beside(log_place(layout, f"{role}.log")) else Std.ALL
     log_dir = log_place(layout, role, "torchrun")
     agent = RankAgent(module, sys.argv[1:], ranks=deployment.num_train_gpus, log_dir=log_dir, show=show, role=role)
-    return agent.run(environment)
+    return agent.run_ranks(environment)
 
 
-class RankAgent:
+class RankAgent(LocalElasticAgent):
     """One group of ranks on this machine, without restarts: the program that started the agent decides about those."""
 
     def __init__(
@@ -78,10 +78,9 @@ class RankAgent:
             local_addr="localhost",
         )
         logs = DefaultLogsSpecs(log_dir=str(log_dir), redirects=Std.ALL, tee={0: show})
-        self._agent = _Agent(spec, logs, on_start=self._on_start)
-        self._rendezvous = spec.rdzv_handler
+        super().__init__(spec, logs, exit_barrier_timeout=EXIT_BARRIER_S)
 
-    def run(self, environment: MutableMapping[str, str]) -> int:
+    def run_ranks(self, environment: MutableMapping[str, str]) -> int:
         """Runs the ranks to their end; returns the exit code. `environment` is that of this process, and theirs."""
         environment["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the others are handled here
         environment.setdefault("OMP_NUM_THREADS", "1")
@@ -90,9 +89,9 @@ class RankAgent:
             if signum is not signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:
                 signal.signal(signum, self._on_signal)
         try:
-            result = self._agent.run()
+            result = self.run()
         finally:
-            self._rendezvous.shutdown()
+            self._rdzv_handler.shutdown()
         return self._exit_code(result)
 
     def _on_signal(self, signum: int, frame: object) -> None:
@@ -106,11 +105,13 @@ class RankAgent:
         name = signal.Signals(signum).name
         logger.info("{}: rank 0 gets SIGTERM, on which it drains; once more ends all ranks at once", name)
 
-    def _on_start(self, pids: Mapping[int, int]) -> None:
-        self._pids = pids
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
+        pids: dict[int, int] = super()._start_workers(worker_group)
+        self._pids = pids  # a signal before has waited: to leave would orphan the ranks, and torch's log threads
         self._undrained.append(pids[0])
         if self._draining:
             self._drain()
+        return pids
 
     def _drain(self) -> None:
         with suppress(IndexError):  # not started, or told: a signal may come at any line here
@@ -135,21 +136,6 @@ class RankAgent:
             for path in self._logs.glob(f"{self._run_id}_*/attempt_0/{rank}/{stream}.log"):
                 lines.extend(path.read_text(errors="replace").splitlines()[-LAST_LINES:])
         return list(lines)
-
-
-class _Agent(LocalElasticAgent):
-    """Lists the processes that it has started: leaving in between would orphan them, and torch's log threads."""
-
-    def __init__(
-        self, spec: WorkerSpec, logs: DefaultLogsSpecs, *, on_start: Callable[[Mapping[int, int]], None]
-    ) -> None:
-        super().__init__(spec, logs, exit_barrier_timeout=EXIT_BARRIER_S)
-        self._on_start = on_start
-
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
-        pids: dict[int, int] = super()._start_workers(worker_group)
-        self._on_start(pids)
-        return pids
 
 
 def _send(pid: int, signum: signal.Signals) -> None:
