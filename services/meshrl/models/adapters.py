@@ -37,6 +37,10 @@ class AdapterScale:
     alpha: float
     dropout: float = 0.0
 
+    @property
+    def factor(self) -> float:
+        return self.alpha / self.rank
+
 
 class AdapterHolder(nn.Module):
     """A layer that may have an adapter. Without one its rank is 0 and it computes as its base."""
@@ -54,24 +58,17 @@ class AdapterHolder(nn.Module):
     stacked: tuple[int, ...] = ()
     """How many the matrices are for, as their first dimension. Empty for a layer without experts."""
 
-    def hold_none(self) -> None:
-        """Takes the adapter away."""
-        self._hold(None, AdapterScale(rank=0, alpha=0.0), None, None)
-
-    def hold(self, adapter_set: AdapterSet, low: nn.Parameter, high: nn.Parameter) -> None:
-        """Takes the set's matrices for this layer, A `low` and B `high`."""
-        self._hold(adapter_set, adapter_set.scale, low, high)
-
-    def _hold(
-        self, adapter_set: AdapterSet | None, scale: AdapterScale, low: nn.Parameter | None, high: nn.Parameter | None
+    def hold(
+        self, adapter_set: AdapterSet | None, low: nn.Parameter | None = None, high: nn.Parameter | None = None
     ) -> None:
-        """Each layer of a model at each turn of a run: past nn.Module's own setting, which takes 50 us a layer."""
-        factor = scale.alpha / scale.rank if scale.rank else 0.0
+        """Takes the set's matrices for this layer, A `low` and B `high`; None takes the adapter away."""
+        scale = None if adapter_set is None else adapter_set.scale
+        # Not by nn.Module's own setting: that takes 50 us a layer, at each turn of a run.
         self.__dict__.update(
-            rank=scale.rank,
-            alpha=scale.alpha,
-            dropout=scale.dropout,
-            scale=factor,
+            rank=scale.rank if scale else 0,
+            alpha=scale.alpha if scale else 0.0,
+            dropout=scale.dropout if scale else 0.0,
+            scale=scale.factor if scale else 0.0,
             adapter_set=adapter_set,
             joined=None,
         )
@@ -91,7 +88,7 @@ class AdapterSet:
     ) -> None:  # fmt: skip
         """`layers` are all layers of the model that sets may adapt; `chosen` are those of this set."""
         self.scale = scale
-        self.layers, self._chosen = dict(layers), set(chosen)
+        self.layers = dict(layers)
         shapes = {name: layer.shapes(scale.rank) for name, layer in chosen.items()}
         self._shapes = [shape for pair in shapes.values() for shape in pair]
         self.flat = torch.zeros(sum(map(_padded, self._shapes)), dtype=torch.float32, device=device)
@@ -111,15 +108,15 @@ class AdapterSet:
     @property
     def mounted(self) -> bool:
         """Whether the layers have the adapters of this set."""
-        return self.layers[next(iter(self._chosen))].adapter_set is self
+        return self.layers[next(iter(self.matrices))].adapter_set is self
 
     def mount(self) -> None:
         """Gives each layer its adapter of this set; the others lose theirs."""
         for name, layer in self.layers.items():
-            if name in self._chosen:
+            if name in self.matrices:
                 layer.hold(self, *self.matrices[name])
             else:
-                layer.hold_none()
+                layer.hold(None)
 
     def open_gradient(self) -> None:
         """Makes room for the gradient of backward passes. It stays until `drop_gradient`."""
@@ -185,7 +182,7 @@ class JoinedLayer:
             if self.held[place]:
                 reduced = F.linear(inputs[..., tokens, :], self.low[place, : scale.rank].to(inputs.dtype))
                 added = F.linear(reduced, self.high[place, :, : scale.rank].to(reduced.dtype))
-                part = torch.add(part, added, alpha=scale.alpha / scale.rank)
+                part = torch.add(part, added, alpha=scale.factor)
             parts.append(part)
         return torch.cat(parts, dim=-2)
 
@@ -205,7 +202,7 @@ class JoinedSets:
         self._layers, device = sets[0].layers, sets[0].flat.device
         scales = tuple(each.scale for each in self._sets)
         counts_G = torch.tensor([length for _, length in here], device=device)
-        factors_G = torch.tensor([scale.alpha / scale.rank for scale in scales], device=device)
+        factors_G = torch.tensor([scale.factor for scale in scales], device=device)
         starts = accumulate((length for _, length in here), initial=0)
         segments = Segments(
             tokens=tuple(slice(start, start + length) for start, (_, length) in zip(starts, here, strict=False)),
@@ -236,13 +233,13 @@ class JoinedSets:
 
     def __enter__(self) -> JoinedSets:
         for name, layer in self._layers.items():
-            layer.hold_none()
+            layer.hold(None)
             layer.joined = self._joined.get(name)
         return self
 
     def __exit__(self, *_: object) -> None:
         for layer in self._layers.values():
-            layer.hold_none()
+            layer.hold(None)
 
     def add_gradients(self) -> None:
         """Adds the backward passes' gradients to those of the sets."""

@@ -35,7 +35,7 @@ class ExpertAdapter(AdapterHolder):
         self.stacked = (self.count,)
         self.own = slice(None)  # the experts of this rank, where ranks divide them; each rank has all adapters
         self.in_features, self.out_features = sides if self.transposed else reversed(sides)
-        self.hold_none()
+        self.hold(None)
 
     def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         if rank % EXPERT_RANK_STEP:

@@ -27,16 +27,13 @@ from meshrl.models.families import attention_implementation, refusal
 from meshrl.models.folder import GENERATION_CONFIG, ModelError, ModelFolder, WeightReader
 from meshrl.models.sharded import fill_part, own_part
 from meshrl.models.state import keep_float32, stored_tensors
+from meshrl.versions import peft
 
 __all__ = ["ModelError"]
 
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-
-ADAPTER_CONFIG = "adapter_config.json"
-
-HUB_NAME = "hub name (no such folder here)"
 
 
 def resolve_device(name: str) -> torch.device:
@@ -146,9 +143,9 @@ def embedding_rows(config: ModelConfig) -> int | None:
 
 def model_shape(config: ModelConfig) -> PreTrainedConfig:
     """The configuration of a model, without its weights. Raises ModelError."""
-    if (Path(config.name) / ADAPTER_CONFIG).is_file():
+    if (Path(config.name) / peft.CONFIG_FILE).is_file():
         raise ModelError(
-            f"model.name {config.name!r} holds {ADAPTER_CONFIG}, so it is an adapter beside another model; merge the "
+            f"model.name {config.name!r} holds {peft.CONFIG_FILE}, so it is an adapter beside another model; merge the "
             "two (PEFT's merge_and_unload, then save_pretrained) and take that folder"
         )
     loaded: PreTrainedConfig = _from_pretrained(AutoConfig, config)
@@ -165,7 +162,9 @@ def _from_pretrained(
         return auto_class.from_pretrained(source.name, trust_remote_code=source.trust_remote_code)
     # A missing, broken or unknown model, one that needs a package, or a hub that does not answer.
     except (OSError, ValueError, ImportError, KeyError, TypeError, AttributeError, NO_ANSWER) as error:
-        kind, why = ("folder", str(error)) if is_folder else (HUB_NAME, f"{told(error)}; {ADVICE}")
+        kind, why = (
+            ("folder", str(error)) if is_folder else ("hub name (no such folder here)", f"{told(error)}; {ADVICE}")
+        )
         raise ModelError(
             f"cannot load {auto_class.__name__} from model.name {source.name!r}, taken as a {kind}: {why}"
         ) from error

@@ -41,7 +41,7 @@ class LoraLinear(nn.Linear, AdapterHolder):
         self.out_features = base.out_features
         self.weight = base.weight
         self.bias = base.bias
-        self.hold_none()
+        self.hold(None)
         self.train(base.training)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  # nn.Linear's name for it

@@ -38,10 +38,6 @@ class Optimizer:
         self.parts = tuple(parts)
         self._offload = offload
 
-    @property
-    def param_groups(self) -> list[dict[str, object]]:
-        return [group for part in self.parts for group in part.param_groups]
-
     def zero_grad(self) -> None:
         for part in self.parts:
             part.zero_grad(set_to_none=True)

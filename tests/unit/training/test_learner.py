@@ -262,11 +262,6 @@ def test_warming_up_leaves_everything_as_it_was() -> None:
         assert torch.equal(gather_state(warmed.model)[name], tensor)
 
 
-def test_weight_decay_spares_vectors() -> None:
-    groups = learner(weight_decay=0.1).run.optimizer.param_groups
-    assert [(group["weight_decay"], {p.ndim for p in group["params"]}) for group in groups] == [(0.1, {2}), (0.0, {1})]
-
-
 def test_flops_count_parameters_and_attention_within_samples() -> None:
     model, packing = tiny_qwen3(vocab_size=VOCAB), packed(seq_len=64)
     lengths = np.concatenate([np.diff(row.sample_offsets) for row in packing.micro_batches])
