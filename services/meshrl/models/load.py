@@ -1,7 +1,7 @@
-"""Loads the model and tokenizer that the trainer trains and the embedded engine serves; first thing both do.
+"""Loads the model and tokenizer that the trainer trains and the embedded engine serves.
 
-A model is made without storage (`empty_model`), then filled by `fill_model`; in between a trainer may put adapters on
-it and shard it, and each rank fills its own shards.
+A model is made without storage (`empty_model`), then filled (`fill_model`); in between a trainer adds adapters and
+shards it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
 def resolve_device(name: str) -> torch.device:
-    """Turns "auto" into cuda if present, else cpu. Raises ModelError for an absent device."""
+    """For "auto" cuda if present, else cpu. Raises ModelError for an absent device."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -52,10 +52,9 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(config: ModelConfig) -> torch.dtype:
-    """The dtype a model computes and is published in.
+    """The dtype a model computes and is published in; one rule, since an engine refuses versions of another dtype.
 
-    "auto" is float32 on a CPU, where bfloat16 is slow, and the checkpoint's own dtype elsewhere, but bfloat16 for a
-    float32 checkpoint. Trainer and engines share this rule, for an engine refuses versions of another dtype.
+    "auto" is float32 on a CPU, where bfloat16 is slow, and elsewhere the checkpoint's, but bfloat16 for float32.
     """
     if config.dtype != "auto":
         return DTYPES[config.dtype]
@@ -65,11 +64,10 @@ def resolve_dtype(config: ModelConfig) -> torch.dtype:
     return dtype if isinstance(dtype, torch.dtype) and dtype != torch.float32 else torch.bfloat16
 
 
-def load_model(config: ModelConfig, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """Loads a causal LM from a folder or the Hugging Face hub onto its device, in eval mode. `dtype` overrides the
-    configured one. Raises ModelError."""
+def load_model(config: ModelConfig) -> PreTrainedModel:
+    """Loads a causal LM from a folder or the Hugging Face hub onto its device, in eval mode. Raises ModelError."""
     device = resolve_device(config.device)
-    model = empty_model(config, dtype=resolve_dtype(config) if dtype is None else dtype)
+    model = empty_model(config, dtype=resolve_dtype(config))
     model.to_empty(device=device)
     model.tie_weights()  # which to_empty undoes
     fill_model(model, config)
@@ -77,7 +75,7 @@ def load_model(config: ModelConfig, *, dtype: torch.dtype | None = None) -> PreT
 
 
 def empty_model(config: ModelConfig, *, dtype: torch.dtype) -> PreTrainedModel:
-    """The model without storage (on the meta device), with its generation config. Raises ModelError."""
+    """The model on the meta device, with its generation config. Raises ModelError."""
     model_config = model_shape(config)
     if (reason := refusal(model_config)) is not None:
         raise ModelError(
@@ -103,9 +101,9 @@ def empty_model(config: ModelConfig, *, dtype: torch.dtype) -> PreTrainedModel:
 
 @torch.no_grad()
 def fill_model(model: PreTrainedModel, config: ModelConfig) -> None:
-    """Reads the published weights into a model with storage, sharded or not, by a tensor at a time.
+    """Reads the published weights into a model with storage; each rank its own shards. Adapters stay as they are.
 
-    Every rank calls it and fills its own shards. LoRA adapters are left as they are. Raises ModelError.
+    Raises ModelError.
     """
     reader = WeightReader(ModelFolder.find(config), model)
     for module in model.modules():
@@ -119,10 +117,7 @@ def fill_model(model: PreTrainedModel, config: ModelConfig) -> None:
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer that belongs to the model. Raises ModelError.
-
-    A folder must hold one: transformers would make up an empty tokenizer from the model's kind alone.
-    """
+    """The model's tokenizer. Raises ModelError, also for a folder without: transformers would make up an empty one."""
     folder = Path(config.name)
     if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ModelError(
@@ -133,7 +128,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def embedding_rows(config: ModelConfig) -> int | None:
-    """The number of tokens of a model, by its configuration. None without one."""
+    """The number of tokens by a model's configuration. None without one."""
     try:
         rows = getattr(model_shape(config).get_text_config(), "vocab_size", None)
     except ModelError:  # which whatever loads the model raises again
@@ -142,7 +137,7 @@ def embedding_rows(config: ModelConfig) -> int | None:
 
 
 def model_shape(config: ModelConfig) -> PreTrainedConfig:
-    """The configuration of a model, without its weights. Raises ModelError."""
+    """The configuration of a model. Raises ModelError."""
     if (Path(config.name) / peft.CONFIG_FILE).is_file():
         raise ModelError(
             f"model.name {config.name!r} holds {peft.CONFIG_FILE}, so it is an adapter beside another model; merge the "
@@ -171,8 +166,8 @@ def _from_pretrained(
 
 
 def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    """The tokens that end a completion, from the generation config, else the model config; those that the model does
-    not have are left out. Raises ModelError for what is no token id."""
+    """The tokens that end a completion, by the generation config, else the model's; without those beyond the
+    vocabulary. Raises ModelError for what is no token id."""
     config = model.config.get_text_config()
     for source in (model.generation_config, config):
         found = getattr(source, "eos_token_id", None)
