@@ -1,10 +1,9 @@
 """Adapter sets: the adapters of one run as one flat tensor, mounted on the model's layers for the run's passes.
 
-A set has a rank, an alpha and layers of its own, and can be made at any time: its matrices are no part of FSDP, every
-rank has all of them, and ranks sum their gradient once a step. A layer has the adapter of the set that was mounted
-last, or none. A set stays mounted from a forward pass to the end of its backward pass, since activation checkpointing
-computes the forward pass again. For a row that several runs share, `JoinedSets` mounts each set on the tokens of its
-run.
+A set has a rank, an alpha and layers of its own. Its matrices are no part of FSDP: every rank has all of them, and
+ranks sum their gradient once a step. A set stays mounted from a forward pass to the end of its backward pass, since
+activation checkpointing computes the forward pass again. For a row that several runs share, `JoinedSets` mounts each
+set on the tokens of its run.
 
 Shapes: P scalars of a set, each matrix padded to 64 bytes; T tokens of a row, G sets on it, R their highest rank.
 """
@@ -31,7 +30,7 @@ ALIGNED = 16  # float32 scalars: matrices begin where tensors of their own would
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterScale:
-    """The numbers of an adapter, whose output is scaled by alpha / rank; `dropout` of its inputs in training."""
+    """`dropout` is of an adapter's inputs, in training."""
 
     rank: int
     alpha: float
@@ -43,7 +42,7 @@ class AdapterScale:
 
 
 class AdapterHolder(nn.Module):
-    """A layer that may have an adapter. Without one its rank is 0 and it computes as its base."""
+    """A layer that may have an adapter. Without one its rank is 0."""
 
     lora_A: nn.Parameter  # noqa: N815  # PEFT's names; None while no adapter is mounted, as `rank` shows
     lora_B: nn.Parameter  # noqa: N815
@@ -56,12 +55,12 @@ class AdapterHolder(nn.Module):
     in_features: int
     out_features: int
     stacked: tuple[int, ...] = ()
-    """How many the matrices are for, as their first dimension. Empty for a layer without experts."""
+    """The matrices' first dimension, of experts. Empty for a layer without."""
 
     def hold(
         self, adapter_set: AdapterSet | None, low: nn.Parameter | None = None, high: nn.Parameter | None = None
     ) -> None:
-        """Takes the set's matrices for this layer, A `low` and B `high`; None takes the adapter away."""
+        """Takes the set's matrices A `low` and B `high`; None takes the adapter away."""
         scale = None if adapter_set is None else adapter_set.scale
         # Not by nn.Module's own setting: that takes 50 us a layer, at each turn of a run.
         self.__dict__.update(
@@ -86,7 +85,7 @@ class AdapterSet:
         self, layers: Mapping[str, AdapterHolder], chosen: Mapping[str, AdapterHolder], scale: AdapterScale,
         *, device: torch.device,
     ) -> None:  # fmt: skip
-        """`layers` are all layers of the model that sets may adapt; `chosen` are those of this set."""
+        """`layers` are all that sets may adapt; `chosen` are those of this set."""
         self.scale = scale
         self.layers = dict(layers)
         shapes = {name: layer.shapes(scale.rank) for name, layer in chosen.items()}
@@ -97,7 +96,7 @@ class AdapterSet:
         self.matrices = dict(zip(shapes, _in_twos(self._parameters), strict=True))
 
     def by_layer(self, flat: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """The two matrices of each layer in a tensor that is laid out as `flat`, as views."""
+        """The two matrices of each layer, as views of a tensor that is laid out as `flat`."""
         return dict(zip(self.matrices, _in_twos(_views(flat, self._shapes)), strict=True))
 
     @property
@@ -107,7 +106,6 @@ class AdapterSet:
 
     @property
     def mounted(self) -> bool:
-        """Whether the layers have the adapters of this set."""
         return self.layers[next(iter(self.matrices))].adapter_set is self
 
     def mount(self) -> None:
@@ -119,21 +117,20 @@ class AdapterSet:
                 layer.hold(None)
 
     def open_gradient(self) -> None:
-        """Makes room for the gradient of backward passes. It stays until `drop_gradient`."""
+        """Makes room for the gradient, until `drop_gradient`."""
         if self.gradient is None:
             self.gradient = torch.zeros_like(self.flat)
             for parameter, view in zip(self._parameters, _views(self.gradient, self._shapes), strict=True):
                 parameter.grad = view
 
     def sum_gradient(self) -> None:
-        """Sums the gradient over all ranks of the process group, if there is one."""
+        """Collective where there is a process group."""
         if dist.is_initialized() and dist.get_world_size() > 1:
             self.open_gradient()
             assert self.gradient is not None
             dist.all_reduce(self.gradient)
 
     def drop_gradient(self) -> None:
-        """Frees the gradient."""
         self.gradient = None
         for parameter in self._parameters:
             parameter.grad = None
@@ -155,7 +152,7 @@ class Segments:
 @dataclass(frozen=True, kw_only=True, eq=False)
 class JoinedLayer:
     """A layer's adapters for a row of several sets: A `low` (G, R, in), B `high` (G, out, R), zeros beyond each rank
-    and for a set that is not on this layer."""
+    and for a set without this layer."""
 
     segments: Segments
     low: torch.Tensor
@@ -163,7 +160,7 @@ class JoinedLayer:
     held: tuple[bool, ...]  # by each set
 
     def added(self, output: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
-        """The base's output (..., T, out) plus that of the adapters for inputs (..., T, in)."""
+        """The base's output (..., T, out) plus the adapters' for inputs (..., T, in)."""
         segments, dtype = self.segments, output.dtype
         widths = self.low.shape[2], self.high.shape[1]
         if (
@@ -188,14 +185,13 @@ class JoinedLayer:
 
 
 class JoinedSets:
-    """Sets of several runs on a model's layers while it is entered: each adapts the tokens of its run; no dropout.
+    """While it is entered, several runs' sets are on a model's layers, each for the tokens of its run; without dropout.
 
-    Passes train copies, so one that fails leaves the gradients of the sets as they were.
+    Passes train copies, so one that fails leaves the sets' gradients as they were.
     """
 
     def __init__(self, sets: Sequence[AdapterSet], lengths: Sequence[int], *, grouped: bool) -> None:
-        """A row's first `lengths[0]` tokens are those of the first set. `grouped`: one product for all sets, which
-        takes bfloat16 on a GPU."""
+        """`lengths`: a row's tokens of each set, in order. `grouped`: one product for all sets, where dtypes allow."""
         some = any(lengths)  # grouped products cannot have empty groups, and a rank's row may be empty
         here = [(each, length) for each, length in zip(sets, lengths, strict=True) if length or not some]
         self._sets = [each for each, _ in here]
@@ -242,7 +238,7 @@ class JoinedSets:
             layer.hold(None)
 
     def add_gradients(self) -> None:
-        """Adds the backward passes' gradients to those of the sets."""
+        """Adds the passes' gradients to those of the sets."""
         for adapter_set in self._sets:
             adapter_set.open_gradient()
         if made := [(own.grad, part) for own, part in self._pairs(lambda stack: stack.grad)]:
@@ -263,7 +259,6 @@ class JoinedSets:
 
 
 def mounted_set(model: nn.Module) -> AdapterSet | None:
-    """The set whose adapters the model's layers have."""
     return next((each.adapter_set for each in model.modules() if isinstance(each, AdapterHolder) and each.rank), None)
 
 

@@ -2,8 +2,8 @@
 
     y_e = x W_e^T + (alpha / rank) dropout(x) A_e^T B_e^T     for the tokens of expert e
 
-The two thin products are grouped by expert as the wide one is, and added to it where transformers computes that one, so
-that sorting, gates, biases and sentinels stay its own. Shapes: E experts, r rank.
+The two thin products are grouped by expert and added where transformers computes the wide one, so that sorting, gates,
+biases and sentinels stay its own. Shapes: E experts, r rank.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ExpertAdapter(AdapterHolder):
         return grouped(low, self.lora_B[self.own].to(inputs.dtype).transpose(1, 2), offs=offs) * self.scale
 
     def merged(self) -> torch.Tensor:
-        """W + (alpha / rank) B A in float32, sharded as W is: by experts, so that each rank merges its own."""
+        """W + (alpha / rank) B A in float32, sharded as W is; each rank merges its own experts."""
         experts, parameter = self._of
         weight: torch.Tensor = getattr(experts, parameter).detach()
         low, high = self.lora_A.detach(), self.lora_B.detach()
@@ -66,7 +66,7 @@ class ExpertAdapter(AdapterHolder):
 def merge(
     weight: torch.Tensor, low: torch.Tensor, high: torch.Tensor, *, scale: float, transposed: bool
 ) -> torch.Tensor:
-    """W + scale B A of all experts in float32; `transposed`: W is (E, in, out), not (E, out, in)."""
+    """W + scale B A in float32; `transposed`: W is (E, in, out), not (E, out, in)."""
     added = torch.bmm(high.float(), low.float())
     return torch.add(weight.float(), added.transpose(1, 2) if transposed else added, alpha=scale)
 
@@ -74,8 +74,8 @@ def merge(
 def expert_parameters(model: nn.Module, targets: Sequence[str]) -> dict[str, tuple[Any, str]]:
     """The parameters of experts that the targets name by PEFT's rule, each as its module and its name there.
 
-    Raises ValueError for a target without any, for only one of the two parameters of a layer's experts, and for experts
-    that are not computed by grouped products.
+    Raises ValueError for a target without any, for one alone of a layer's two, and for experts that are not computed by
+    grouped products.
     """
     holders: dict[str, tuple[Any, str]] = {
         f"{name}.{parameter}": (module, parameter)
@@ -115,7 +115,7 @@ def _grouped(experts: Any) -> bool:
 
 
 def expert_adapters(model: nn.Module, targets: Sequence[str]) -> dict[str, ExpertAdapter]:
-    """Prepares the parameters that `expert_parameters` finds for adapters. Raises ValueError as it does."""
+    """Prepares what `expert_parameters` finds for adapters. Raises ValueError as it does."""
     adapted: dict[str, ExpertAdapter] = {}
     for name, (module, parameter) in expert_parameters(model, targets).items():
         if not hasattr(module, "adapters"):

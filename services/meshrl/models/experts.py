@@ -1,8 +1,7 @@
 """Experts of a model, and the parameters that a token goes through; used for MFU and to plan activations.
 
-Read off the modules, which all families of transformers build alike: a module whose class ends in "Experts" holds the
-weights of all experts of a layer, or a list named `experts` holds one module for each. Experts that every token goes
-through (shared ones) are ordinary layers.
+All families of transformers are built alike: a module whose class ends in "Experts" holds the weights of a layer's
+experts, or a list named `experts` holds a module for each. Shared experts, of every token, are ordinary layers.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ _PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_t
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """The experts of one layer: `module` holds the weights of `count`, of which each token goes through `per_token`."""
+    """One layer's: `module` holds the weights of `count`, of which each token goes through `per_token`."""
 
     module: nn.Module
     count: int
@@ -29,7 +28,7 @@ class Experts:
 
 
 def expert_layers(part: nn.Module, config: PreTrainedConfig) -> list[Experts]:
-    """The experts in a model of that configuration, or in a part of one, in order; empty for a dense one.
+    """The experts in a model of that configuration, or in a part of one, in order.
 
     Raises ValueError if the configuration does not name how many a token goes through.
     """
@@ -44,8 +43,7 @@ def expert_layers(part: nn.Module, config: PreTrainedConfig) -> list[Experts]:
 
 
 def active_parameters(model: PreTrainedModel, *, trainable_only: bool = False) -> int:
-    """Parameters that multiply each token: a token's share of the experts, and no embedding but one that is the output
-    head as well."""
+    """Parameters that multiply each token: its share of the experts, and no embedding but one that is the head, too."""
     share = {
         parameter: experts.share
         for experts in expert_layers(model, model.config)

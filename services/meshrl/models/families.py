@@ -2,12 +2,13 @@
 
 Three answers, the same for the trainers and the embedded engine:
 
-- packed: attention is replaced by ours, which reads packed rows in training and the slots of the cache in the engine; -
-plain: the model's own forward pass over whole sequences. The trainers pad rows for it, and the engine computes every
-sequence again for each token, which is slow and right; - refused, in one sentence that names the alternative.
+- packed: attention is ours, over packed rows in training and the cache's slots in the engine;
+- plain: the model's own forward pass over whole sequences. The trainers pad rows for it, and the engine computes every
+  sequence again for each token;
+- refused, in one sentence that names the alternative.
 
-What follows from a configuration or a class is a rule; a model type that those rules would misjudge is in a table.
-`tests/contract/models/test_families.py` holds every family that transformers lists against its plain forward pass.
+A model type that rules over configurations and classes would misjudge is in a table.
+`tests/contract/models/test_families.py` holds every family of transformers against its plain forward pass.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ UNPACKED_TYPES: Mapping[str, str] = {
     "phimoe": "layers that do not tell attention their sliding window",
     "recurrent_gemma": "recurrent layers",
 }
-"""Model types that packed attention seems to fit, and the reason why it does not."""
+"""Model types that packed attention seems to fit, and why it does not."""
 
 _NOT_CAUSAL = "its logits at a token depend on later tokens"
 _DRAFTS = "it drafts tokens for another model, of which it needs the hidden states"
@@ -47,7 +48,7 @@ REFUSED_TYPES: Mapping[str, str] = {
     "xlm": _NOT_CAUSAL,
     "xlnet": _NOT_CAUSAL,
 }
-"""Model types that no part of the mesh can train or sample as a causal language model of text, and why."""
+"""Model types that are no causal language models of text here, and why."""
 
 ENCODER_TYPES = frozenset(
     {
@@ -66,7 +67,7 @@ _GROWING_POSITIONS = ("dynamic", "longrope")
 
 
 def refusal(config: PreTrainedConfig) -> str | None:
-    """Why a model of this configuration is neither trained nor served here, or None."""
+    """Why such a model is neither trained nor served here, or None."""
     for each in _configs(config):
         if (reason := REFUSED_TYPES.get(each.model_type)) is not None:
             return reason
@@ -78,8 +79,7 @@ def refusal(config: PreTrainedConfig) -> str | None:
 
 
 def attention_implementation(config: PreTrainedConfig) -> str | None:
-    """The implementation to load a model with: "eager" for capped scores, which SDPA drops. None: as transformers
-    chooses."""
+    """The one to load a model with: "eager" for capped scores, which SDPA drops. None: as transformers chooses."""
     capped = any(getattr(each, "attn_logit_softcapping", None) is not None for each in _configs(config))
     return "eager" if capped else None
 
@@ -87,7 +87,7 @@ def attention_implementation(config: PreTrainedConfig) -> str | None:
 def unpacked_reason(model: PreTrainedModel, max_len: int | None = None) -> str | None:
     """Why packed attention would not compute the same as the model's own, or None.
 
-    With `max_len` for sequences of up to that many tokens, else for any that `positions_grow_beyond` lets.
+    With `max_len` for sequences of up to that many tokens, else within `positions_grow_beyond`.
     """
     config = model.config.get_text_config()
     strange = set(getattr(config, "layer_types", None) or ()) - PACKED_LAYERS
@@ -107,7 +107,7 @@ def unpacked_reason(model: PreTrainedModel, max_len: int | None = None) -> str |
 
 
 def positions_grow_beyond(config: PreTrainedConfig) -> int | None:
-    """The length beyond which a sequence's rotary embeddings depend on its length. None if they never do."""
+    """The length beyond which a sequence's rotary embeddings depend on it. None if they never do."""
     rope = getattr(config, "rope_parameters", None) or {}
     limits = []
     for each in (rope, *(value for value in rope.values() if isinstance(value, dict))):
@@ -119,7 +119,7 @@ def positions_grow_beyond(config: PreTrainedConfig) -> int | None:
 
 
 def learned_positions(model: PreTrainedModel) -> int | None:
-    """The number of positions of a model that has an embedding of each. None if positions are computed."""
+    """The number of positions that have an embedding each. None if positions are computed."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     for name, module in model.named_modules():
         learned = isinstance(module, nn.Embedding) and ("pos" in name or "wpe" in name)
@@ -135,10 +135,9 @@ def needs_unfused(model: PreTrainedModel) -> bool:
 
 
 def prefix_reason(model: PreTrainedModel) -> str | None:
-    """Why samples of a packed row cannot share their beginning, or None.
+    """Why samples of a packed row cannot share their beginning, or None; for models that run packed.
 
-    For models that run packed. Attention to the sample and to the prefix are merged afterwards, so scores must depend
-    on queries and keys alone.
+    Scores must depend on queries and keys alone, since attention to sample and prefix may be merged afterwards.
     """
     config = model.config.get_text_config()
     layers = getattr(config, "layer_types", None)

@@ -1,8 +1,7 @@
 """Reads a published model: the files of a folder, or of a name on the Hugging Face hub, and the tensors in them.
 
-`WeightReader` is the one way from files to a model, whole or sharded. It compares the names and shapes of both before
-it reads a value, converts by transformers' own rules (such as experts that are stored one by one and computed as one
-tensor), and gives the tensors one at a time.
+`WeightReader` is the one way from files to a model, whole or sharded. It compares names and shapes before it reads a
+value, converts by transformers' own rules (such as experts that are stored one by one), and gives one tensor at a time.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class ModelFolder:
 
     @classmethod
     def find(cls, config: ModelConfig) -> ModelFolder:
-        """The folder itself, or the files of that name on the hub, which are downloaded. Raises ModelError."""
+        """The folder itself, or the downloaded files of that name on the hub. Raises ModelError."""
         path = Path(config.name)
         if not path.is_dir():
             give_up_on_silence()
@@ -69,12 +68,11 @@ class ModelFolder:
         return cls(config.name, path)
 
     def read_bytes(self, name: str) -> bytes | None:
-        """A file of the folder as it is. None if it has none."""
         path = self.path / name
         return path.read_bytes() if path.is_file() else None
 
     def weight_files(self) -> list[Path]:
-        """The files that transformers would read, safetensors before torch's own. Raises ModelError for none."""
+        """Those that transformers would read. Raises ModelError for none."""
         for whole, index in (SAFE_FILES, TORCH_FILES):
             if (self.path / whole).is_file():
                 return [self.path / whole]
@@ -102,7 +100,7 @@ class ModelFolder:
 
     @cached_property
     def tensors(self) -> Mapping[str, Any]:
-        """By its name in the files, an object that gives a tensor, or a part, when it is indexed. Raises ModelError."""
+        """By name in the files, an object that gives the tensor's part by which it is indexed. Raises ModelError."""
         found: dict[str, Any] = {}
         for path in self.weight_files():
             try:
@@ -125,13 +123,12 @@ class _Conversion:
 
 
 class WeightReader:
-    """The weights of a folder for one model. Making one reads names and shapes alone."""
+    """The weights of a folder for one model; made from names and shapes alone."""
 
     def __init__(self, folder: ModelFolder, model: PreTrainedModel) -> None:
         """`model` may be without storage or sharded; its adapters are left out.
 
-        Raises ModelError, naming tensors, for weights that are missing, of another shape, quantised or different where
-        the configuration ties them.
+        Raises ModelError for weights that are missing, of another shape, quantised or different where they are tied.
         """
         self._folder, self._model = folder, model
         self._own = stored_tensors(model)
@@ -141,9 +138,9 @@ class WeightReader:
         self._check(unused)
 
     def read(self, part: Callable[[str], Part | None] = lambda name: ...) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each tensor of the model by its name, on the CPU: the part asked for, or nothing if that is None.
+        """The asked part of each tensor by its name, on the CPU, maybe in the file's dtype; None asks for nothing.
 
-        The dtype may be the file's. Of a tensor that needs no conversion only the part is read. Raises ModelError.
+        Of a tensor that needs no conversion only the part is read. Raises ModelError.
         """
         done: dict[str, str] = {}
         for conversion in self._conversions:
@@ -213,7 +210,7 @@ class WeightReader:
         return torch.Size(stored.shape if isinstance(stored, torch.Tensor) else stored.get_shape())
 
     def _convert(self, conversion: _Conversion, *, meta: bool = False) -> dict[str, torch.Tensor]:
-        """Runs a converter over tensors of the files, in the model's dtype; over their shapes alone if `meta`."""
+        """Converts tensors of the files, in the model's dtype; `meta`: their shapes alone."""
         assert conversion.converter is not None
         converter = copy.deepcopy(conversion.converter)
         target = conversion.target
@@ -262,8 +259,8 @@ class WeightReader:
             )  # fmt: skip
 
     def _check_tied(self) -> None:
-        """Refuses a tensor that the model shares with another while the files hold two that differ: transformers would
-        train two and engines serve one."""
+        """Refuses a tied tensor of which the files hold two that differ: transformers would train two and engines serve
+        one."""
         by_name = {conversion.target: conversion for conversion in self._conversions if conversion.converter is None}
         for alias, owner in self._same.items():
             if alias not in by_name or owner not in by_name:
@@ -279,7 +276,7 @@ class WeightReader:
 
 
 def renamed_in_layers(model: PreTrainedModel) -> bool:
-    """Whether files have a part of a layer under another name than the model, such as block_sparse_moe for mlp."""
+    """Whether files name a part of a layer otherwise than the model, such as block_sparse_moe for mlp."""
     rules = [rule.reverse_transform() for rule in reversed(get_model_conversion_mapping(model, add_legacy=False))]
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     for name in stored_tensors(model):
@@ -291,13 +288,13 @@ def renamed_in_layers(model: PreTrainedModel) -> bool:
 
 
 def as_in_files(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors of a model, under the names of files: the experts of a layer one by one, as parts that share memory."""
+    """Tensors of a model under the names of files: experts one by one, as parts that share memory."""
     reverted: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(tensors))
     return reverted
 
 
 def _tied_names(model: nn.Module) -> dict[str, str]:
-    """Each further name of a parameter that has several, to the first, under which it is published."""
+    """Each further name of a parameter, to its first, under which it is published."""
     first: dict[int, str] = {}
     return {
         name: owner

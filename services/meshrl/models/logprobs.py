@@ -1,17 +1,14 @@
 """Logprobs of given tokens under the current policy, for packed rows; the trainers' forward pass.
 
-The float32 logits of a whole row are never there at once. The output head, the softmax and the choice of a token are
-one function of the hidden states, `head_logprobs`, which works on a piece of the tokens at a time:
+The float32 logits of a whole row are never there at once. Output head, softmax and the choice of a token are one
+function of the hidden states, `head_logprobs`, which takes a piece of the tokens at a time:
 
     log p = z_target - lse,   entropy = lse - sum_v p_v z_v,   z = logits / temperature
     d log p / d z_v = [v is target] - p_v
 
 From the forward pass it keeps either the log-sum-exp alone, and the backward pass makes each piece's logits again; or
-d log p / d z in the hidden states' dtype, where those of a row have room. For a head that is not trained the forward
-pass makes d log p / d hidden of them at once, which the backward pass scales.
-
-Exact: nothing is sampled or truncated. Logits are float32, whatever the hidden states are. Targets may also be several
-tokens for each place, the predicted one and candidates: logprobs then are as many.
+d log p / d z in the hidden states' dtype, where a row's have room. For a head that is not trained the forward pass
+makes d log p / d hidden, which the backward pass scales. Nothing is sampled or truncated, and logits are float32.
 
 Shapes: T tokens of a row, N predicted tokens (those that a loss looks at), V vocabulary, E hidden size,
 K candidates of a token, P tokens of a piece, J targets of a token.
@@ -70,12 +67,10 @@ class PackedRow:
 
 
 class PackedPolicy(nn.Module):
-    """A causal LM as a function from packed rows to token logprobs.
+    """A causal LM as a function from packed rows, laid out for `kernels`, to token logprobs.
 
-    Any Hugging Face causal LM that `families` does not refuse works: one whose attention cannot be replaced runs on
-    padded rows of one sample each, with the same numbers. `max_logits_bytes` bounds the float32 logits at once; they
-    are made a piece at a time, and again in the backward pass. Rows must be laid out for `kernels`. `prefix_reason` is
-    why samples of a row cannot share their beginning, None if they can.
+    One whose attention cannot be replaced runs on padded rows of one sample each, with the same numbers.
+    `prefix_reason` is why samples of a row cannot share their beginning, None if they can.
     """
 
     def __init__(
@@ -95,9 +90,10 @@ class PackedPolicy(nn.Module):
     ) -> None:
         """`autocast` is off if the parameters themselves come in compute_dtype; `device` for a model on meta.
 
-        `one_pass`: each row takes one forward pass of the model, since other ranks wait in it; padded rows are then as
-        long as the longest sample. `context`: the ranks that share each row. `tensor`: those that share its products.
-        Raises ValueError for a model that cannot be trained and for an attention that cannot run here.
+        `max_logits_bytes` bounds the float32 logits at once. `one_pass`: a row takes one forward pass, since other
+        ranks wait in it; padded rows are then as long as the longest sample. `context`: the ranks that share a row.
+        `tensor`: those that share its products. Raises ValueError for a model that cannot be trained and for an
+        attention that cannot run here.
         """
         super().__init__()
         if (reason := UNTRAINABLE_TYPES.get(model.config.get_text_config().model_type)) is not None:
@@ -128,10 +124,8 @@ class PackedPolicy(nn.Module):
         self._tensor = tensor
 
     def forward(self, row: PackedRow) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logprobs (N,) and entropies (N,) of the row's predicted tokens, float32; entropies carry no gradient.
-
-        For a row with candidates logprobs are (N, 1 + K): of the predicted token, then of its candidates.
-        """
+        """Logprobs (N,), or (N, 1 + K) with candidates, and entropies (N,) of the predicted tokens, float32; entropies
+        carry no gradient."""
         if self._must_split(row):
             parts = [self(sample) for sample in _samples(row)]
             return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([entropy for _, entropy in parts])
@@ -176,7 +170,7 @@ class PackedPolicy(nn.Module):
             return self._head(hidden_1TE[0, sources_N], targets_N, temperatures_N)
 
     def _must_split(self, row: PackedRow) -> bool:
-        """Whether rotary embeddings that follow the longest sequence of a pass would be wrong for other samples."""
+        """Whether rotary embeddings, which follow the longest sequence of a pass, would be wrong for other samples."""
         limit, lengths = self._fixed_positions, row.layout.lengths
         if limit is None or max(lengths) <= limit or len(lengths) == 1:
             return False
@@ -220,7 +214,7 @@ class PackedPolicy(nn.Module):
         return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([entropy for _, entropy in parts])
 
     def _padded_logits(self, row: PackedRow, sources_N: torch.Tensor) -> torch.Tensor:
-        """Logits (N, V) at the sources, computed with one padded row per sample; right padding needs no mask."""
+        """Logits (N, V) at the sources, by one padded row per sample; right padding needs no mask."""
         place_N = row.layout.scatter[sources_N]
         logits_NV: torch.Tensor | None = None
         base = 0
@@ -239,13 +233,11 @@ class PackedPolicy(nn.Module):
 
 
 def transforms_logits(model: PreTrainedModel) -> bool:
-    """Whether a model changes the logits after its output head."""
     config = model.config.get_text_config()
     return any(getattr(config, name, None) not in (None, 1, 1.0) for name in LOGIT_TRANSFORMS)
 
 
 def _samples(row: PackedRow) -> Iterator[PackedRow]:
-    """The row's samples, each as a row of its own with the same kernels."""
     start = 0
     for length in row.layout.lengths:
         end = start + length
@@ -266,10 +258,7 @@ def _samples(row: PackedRow) -> Iterator[PackedRow]:
 def token_logprobs(
     logits_NV: torch.Tensor, targets_N: torch.Tensor, temperatures_N: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logprobs of the targets under softmax(logits / temperature), and the entropy of that distribution, in nats.
-
-    Targets may be several a token; logprobs are of the same shape.
-    """
+    """Logprobs of targets, one or several a token, under softmax(logits / temperature), and its entropy, in nats."""
     logprobs_NV = torch.log_softmax(logits_NV.float() / temperatures_N[:, None], dim=-1)
     logprobs_N = logprobs_NV.gather(1, targets_N.reshape(len(logprobs_NV), -1)).reshape(targets_N.shape)
     with torch.no_grad():
@@ -296,8 +285,7 @@ def head_logprobs(
     """Logprobs of the targets, (N,) or (N, J), and entropies (N,) in nats, float32; entropies carry no gradient.
 
     `max_logits_bytes` bounds the logits at once, and with `slopes` also those kept for the backward pass; `compiled`
-    fuses the passes over them. With a `share` the vocabulary is divided: weight and bias are this rank's rows of it,
-    and all else is the same on each.
+    fuses the passes over them. With a `share`, weight and bias are this rank's rows of the vocabulary.
     """
     slopes = slopes and torch.is_grad_enabled() and targets_N.ndim == 1 and share is None
     logprobs_N, entropy_N = _HeadLogprobs.apply(  # type: ignore[no-untyped-call]  # torch's way to call a Function
@@ -415,7 +403,7 @@ def _logits(hidden_PE: torch.Tensor, weight_VE: torch.Tensor, bias_V: torch.Tens
 
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """float32 product; half-precision factors on a GPU are multiplied as they are and summed in float32."""
+    """float32; half-precision factors on a GPU are multiplied as they are and summed in float32."""
     if left.is_cuda and left.dtype != torch.float32:
         return torch.mm(left, right, out_dtype=torch.float32)
     return torch.mm(left.float(), right.float())
@@ -450,7 +438,7 @@ def _score(
 def _of_whole_vocabulary(
     logprobs_N: torch.Tensor, entropy_N: torch.Tensor, lse_N: torch.Tensor, inside_N: torch.Tensor, share: TensorShare
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The result of `_score` for the whole vocabulary, from those of each rank's part."""
+    """What `_score` would return for the whole vocabulary."""
     of_each = (-1, *[1] * (logprobs_N.ndim - 1))
     chosen_NJ = torch.where(inside_N, logprobs_N + lse_N.view(of_each), 0.0).view(len(lse_N), -1)
     parts_RN3 = share.stacked(torch.cat([lse_N[:, None], (lse_N - entropy_N)[:, None], chosen_NJ], dim=1))
@@ -469,7 +457,7 @@ def _slope(
     grad_P: torch.Tensor,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Gradient of the piece's logits, given that of its logprobs; targets and gradient may be (P, J)."""
+    """Gradient of the logits, given that of the logprobs; targets and gradient may be (P, J)."""
     probabilities_PV = (logits_PV / temperatures_P[:, None] - lse_P[:, None]).exp()
     if targets_P.ndim == 2:
         inside_P = (targets_P >= 0) & (targets_P < logits_PV.shape[1])
@@ -481,5 +469,5 @@ def _slope(
 
 
 def _compiled(function: Callable[Inputs, Result]) -> Callable[Inputs, Result]:
-    """torch keeps compiled code by the function's code, so that this is cheap after the first time."""
+    """Cheap after the first time: torch keeps compiled code by the function's code."""
     return torch.compile(function, dynamic=True)

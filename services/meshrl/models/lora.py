@@ -2,12 +2,11 @@
 
     y = x W^T + (alpha / rank) dropout(x) A^T B^T     W (out, in) frozen; A (rank, in) and B (out, rank) trained
 
-A prepared layer keeps `weight` and `bias` of its own, so every parameter of the model keeps its Hugging Face name. The
-matrices are those of the set that is mounted (`adapters`): float32 whatever the frozen weights are, under the names
-`<layer>.lora_A` and `<layer>.lora_B`, and outside FSDP.
+A prepared layer keeps its `weight` and `bias`, so every parameter keeps its Hugging Face name. The matrices are those
+of the mounted set (`adapters`): float32, named `<layer>.lora_A` and `<layer>.lora_B`, and outside FSDP.
 
-Names by module: "layer" is a linear layer's full name, such as model.layers.0.self_attn.q_proj, or that of a parameter
-of experts, such as model.layers.0.mlp.experts.down_proj (`expert_lora`).
+A "layer" is a linear layer's full name, such as model.layers.0.self_attn.q_proj, or that of a parameter of experts,
+such as model.layers.0.mlp.experts.down_proj (`expert_lora`).
 """
 
 from __future__ import annotations
@@ -33,8 +32,6 @@ GATES = (".gate", "_gate", ".router", ".wg")
 
 
 class LoraLinear(nn.Linear, AdapterHolder):
-    """A frozen linear layer that may have an adapter beside it; its base parameters are the layer's."""
-
     def __init__(self, base: nn.Linear) -> None:
         nn.Module.__init__(self)  # nn.Linear's own would allocate a second weight
         self.in_features = base.in_features
@@ -53,7 +50,7 @@ class LoraLinear(nn.Linear, AdapterHolder):
     def adapted(
         self, output: torch.Tensor, inputs: torch.Tensor, low: torch.Tensor, high: torch.Tensor
     ) -> torch.Tensor:
-        """The base's output plus the adapter's, by its matrices A `low` and B `high`, or parts of them."""
+        """The base's output plus the adapter's, by A `low` and B `high`, or parts of them."""
         kept = F.dropout(inputs, self.dropout) if self.training and self.dropout else inputs
         reduced = F.linear(kept, low.to(inputs.dtype))
         return torch.add(output, F.linear(reduced, high.to(reduced.dtype)), alpha=self.scale)
@@ -62,7 +59,7 @@ class LoraLinear(nn.Linear, AdapterHolder):
         return f"{super().extra_repr()}, rank={self.rank}, alpha={self.alpha}, dropout={self.dropout}"
 
     def merged(self) -> torch.Tensor:
-        """W + (alpha / rank) B A in float32, sharded as W is, each rank making its own part."""
+        """W + (alpha / rank) B A in float32, sharded as W is."""
         low, high = self.lora_A.detach(), self.lora_B.detach()
 
         def part(own: torch.Tensor, rows: slice, columns: slice) -> torch.Tensor:
@@ -82,10 +79,9 @@ def prepare_lora(
 
     A target names every linear layer whose name is it or ends in "." and it, as PEFT reads it. Without any, each linear
     layer of the text model's blocks is one, but for gates, which choose experts; these are prepared in any case.
-    `target_parameters` name parameters of experts in the same way, by default none. `modules_to_save` name modules,
-    which stay trainable, in float32. Works on the meta device and must come before sharding. Raises ValueError, with
-    the model unchanged, when a target names nothing or a weight shared with another module, or when there is no layer
-    to adapt.
+    `target_parameters` name parameters of experts likewise, and `modules_to_save` modules, which stay trainable, in
+    float32. Works on the meta device; must come before sharding. Raises ValueError, with the model unchanged, when a
+    target names nothing or a weight shared with another module, or when there is no layer to adapt.
     """
     chosen = _chosen_layers(model, target_modules)
     _refuse_tied(model, chosen)
@@ -115,9 +111,9 @@ def make_set(
     target_parameters: Sequence[str] = (),
     device: torch.device | None = None,
 ) -> AdapterSet:
-    """A set of adapters, of zeros, over the prepared layers that the targets name.
+    """A set of zeros over the prepared layers that the targets name, by default on the model's device.
 
-    `device` None is that of the model. Raises ValueError for a target that names none of them.
+    Raises ValueError for a target that names none of them.
     """
     prepared = prepared_layers(model)
     named = [*_chosen_layers(model, target_modules), *expert_parameters(model, target_parameters)]
@@ -152,7 +148,6 @@ def _chosen_layers(model: nn.Module, target_modules: Iterable[str]) -> dict[str,
 
 
 def _whole_parameters(model: nn.Module, targets: Sequence[str], adapted: Collection[str]) -> list[nn.Parameter]:
-    """The parameters of the modules that the targets name. Raises ValueError for those that cannot be trained whole."""
     owners, found = _owners(model), dict[str, nn.Parameter]()
     for target in targets:
         modules = {name: m for name, m in model.named_modules() if name == target or name.endswith("." + target)}
@@ -231,7 +226,7 @@ def coverage(model: nn.Module) -> str:
 
 
 def _joined_experts(model: nn.Module) -> list[str]:
-    """The parameters that hold the matrices of all experts of a layer, (E, out, in)."""
+    """The parameters of all experts of a layer, (E, out, in)."""
     return [
         name
         for name, parameter in model.named_parameters()
@@ -240,7 +235,7 @@ def _joined_experts(model: nn.Module) -> list[str]:
 
 
 def adapted_layers(model: nn.Module) -> dict[str, LoraLinear | ExpertAdapter]:
-    """The layers with an adapter of the mounted set, by name, in the model's order. Empty where none is mounted."""
+    """The layers with an adapter of the mounted set, by name, in the model's order."""
     return {name: layer for name, layer in prepared_layers(model).items() if layer.rank}
 
 
@@ -263,9 +258,10 @@ def is_adapter(parameter_name: str) -> bool:
 
 @torch.no_grad()
 def reset_lora(model: nn.Module, seed: int) -> None:
-    """First values: A is Kaiming-uniform with a = sqrt(5) as in PEFT, that is U(-1/sqrt(in), 1/sqrt(in)); B is zero.
+    """The mounted set's first values: A is Kaiming-uniform with a = sqrt(5) as in PEFT, U(-1/sqrt(in), 1/sqrt(in)); B
+    is zero.
 
-    Of the mounted set, once it has storage. Every rank draws on its CPU, so that the values depend on the seed alone.
+    Every rank draws on its CPU, so that the values depend on the seed alone.
     """
     generator = torch.Generator().manual_seed(seed)
     for layer in adapted_layers(model).values():
@@ -277,10 +273,9 @@ def reset_lora(model: nn.Module, seed: int) -> None:
 
 @torch.no_grad()
 def adapter_state(model: nn.Module, *, keep: bool = True) -> dict[str, torch.Tensor]:
-    """The matrices of the mounted set, float32 copies on the CPU, as `<layer>.lora_A` and `<layer>.lora_B`; and modules
-    trained whole, under their own names.
+    """Copies on the CPU of the mounted set's matrices, and of modules trained whole, by name; collective.
 
-    Only a rank that asks to `keep` the state gets it, the others get an empty one. Every rank calls it.
+    Only a rank that asks to `keep` the state gets it, the others get an empty one.
     """
     saved = {name: gather_whole(parameter.detach()) for name, parameter in saved_parameters(model).items()}
     if not keep:
@@ -295,7 +290,7 @@ def adapter_state(model: nn.Module, *, keep: bool = True) -> dict[str, torch.Ten
 
 
 def adapter_config(model: nn.Module, base_name: str) -> dict[str, object]:
-    """PEFT's adapter_config.json for the adapters of this model over the model named `base_name`."""
+    """PEFT's adapter_config.json for the mounted set over the model named `base_name`."""
     adapted = adapted_layers(model)
     plain = {
         name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, nn.Linear) and name not in adapted
@@ -324,5 +319,5 @@ def peft_state(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def save_adapter(folder: Path, state: Mapping[str, torch.Tensor], config: Mapping[str, object]) -> None:
-    """Writes an `adapter_state` and its `adapter_config` as a folder that PEFT and vLLM load. Raises OSError."""
+    """Writes an `adapter_state` and its `adapter_config` as PEFT's folder. Raises OSError."""
     peft.write_folder(folder, peft_state(state), config)

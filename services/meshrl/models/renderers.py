@@ -27,10 +27,10 @@ def make_renderer(
     name: str = "",
     template_options: Mapping[str, object] | None = None,
 ) -> Renderer:
-    """The renderer of the options; without any, the one made for the tokenizer's model.
+    """The renderer of the options; without any, the one for the tokenizer's model.
 
-    `key` holds the options in the configuration; `name` is the tokenizer's there, by default its own. Raises
-    RendererError for options that name no renderer, or one that does not fit.
+    `key` holds the options in the configuration, and `name` is the tokenizer's there. Raises RendererError for options
+    that name no renderer, or one that does not fit.
     """
     from renderers import RendererConfig, create_renderer  # takes a second, and is not in every environment
 

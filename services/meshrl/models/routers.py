@@ -3,9 +3,9 @@
 With router replay (R3, arXiv 2510.11370) a token goes through the experts that it went through when it was sampled. The
 choice alone is replayed: a router computes its scores again and gets its gradient through them.
 
-One way for all families: a router calls `torch.topk` on scores of two dimensions, as wide as there are experts, and the
-call is answered with the given experts and their scores. Routers are numbered in the model's order, without layers
-without experts. Shapes: N tokens of a forward pass, L routers, E experts of a layer, k of them for each token.
+In all families a router calls `torch.topk` on scores of two dimensions, as wide as there are experts; the call is
+answered with the given experts and their scores. Routers are numbered in the model's order.
+Shapes: N tokens of a forward pass, L routers, E experts of a layer, k of them for each token.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from meshrl.models.experts import Experts, expert_layers
 from meshrl.wire.types import RoutedShape
 
 UNKNOWN = -1
-"""In place of an expert: an unknown choice, so the router makes its own."""
+"""In place of an expert: the router makes its own choice."""
 
 NARROW = ("dbrx", "llama4_text")
 """Families whose experts take no scores of another type than their inputs."""
@@ -38,8 +38,6 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RouterChoice:
-    """What one router chose for the N tokens of a pass."""
-
     router: int
     experts: int
     chosen: torch.Tensor  # (N, k)
@@ -49,17 +47,13 @@ class RouterChoice:
 
 
 class Routers:
-    """The routers of one model: the `experts` of each, the `layers` that they are in, and their `holders`: the modules
-    that hold router and experts.
+    """The routers of one model: the `experts` of each, its layer, and its holder, the module with router and experts.
 
     A watcher is called after each choice. Without one, and without routes, they cost nothing.
     """
 
     def __init__(self, model: PreTrainedModel, *, wide: bool = False) -> None:
-        """Puts itself between each router and its `forward`; names of parameters stay.
-
-        `wide`: logits are float32 sums of products of the computing type, and not rounded to it.
-        """
+        """`wide`: logits are float32 sums of products of the computing type, and not rounded to it."""
         self._wide = wide and model.config.get_text_config().model_type not in NARROW
         self.watchers: list[Callable[[RouterChoice], None]] = []
         self._given: torch.Tensor | None = None
@@ -78,7 +72,7 @@ class Routers:
 
     @contextmanager
     def replaying(self, routes_NLK: torch.Tensor | None) -> Iterator[None]:
-        """Inside, routers choose these experts, and their own for UNKNOWN or without routes."""
+        """Inside, routers choose these experts; their own for UNKNOWN or without routes."""
         before, self._given = self._given, routes_NLK
         try:
             yield
@@ -86,7 +80,7 @@ class Routers:
             self._given = before
 
     def as_now(self, function: Callable[Inputs, Result]) -> Callable[Inputs, Result]:
-        """The function with the routes of this moment at each run: for blocks that are computed again."""
+        """The function with this moment's routes at each run: for blocks that are computed again."""
         routes = self._given
         if routes is None:
             return function
@@ -132,7 +126,7 @@ class Routers:
 
 
 class _Choosing(TorchFunctionMode):
-    """While a router runs: answers its topk with the given experts, and keeps its logits and what it chose."""
+    """While a router runs: answers its topk with the given experts, and keeps its logits and choice."""
 
     def __init__(self, experts: int, given_NK: torch.Tensor | None, *, wide: bool = False) -> None:
         super().__init__()
@@ -175,7 +169,6 @@ class _Choosing(TorchFunctionMode):
 
 
 def _wide_linear(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """A linear layer whose products are summed in float32."""
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     with torch.autocast(device, enabled=False):
@@ -184,8 +177,7 @@ def _wide_linear(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
 
 
 def _router_modules(layers: Sequence[Experts], parents: Mapping[nn.Module, nn.Module]) -> list[tuple[nn.Module, int]]:
-    """The modules that choose experts, in order, each with the number of experts that it chooses among: the router's
-    own module, or the module that holds router and experts."""
+    """The modules that choose experts, in order, with the number of experts: routers of their own, or holders."""
     found: list[tuple[nn.Module, int]] = []
     for layer in layers:
         parent = parents[layer.module]

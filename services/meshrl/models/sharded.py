@@ -1,7 +1,4 @@
-"""Parameters that may be sharded over the ranks of a mesh: gathered whole, or filled from a whole tensor.
-
-Used where a model is loaded, and by the adapters, the checkpointer and the trainer's publishing.
-"""
+"""Parameters that may be sharded over the ranks of a mesh: gathered whole, or filled from a whole tensor."""
 
 from __future__ import annotations
 
@@ -13,16 +10,16 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 Part = tuple[slice, ...] | EllipsisType
-"""A part of a tensor: a slice of each dimension, or all of it."""
+"""A slice of each dimension, or all of a tensor."""
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor that may be sharded; the gradient goes to that part."""
+    """This rank's part of a tensor; the gradient goes to it."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def gather_whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a tensor, collective and on the mesh's device if it is sharded; else the tensor itself."""
+    """The whole of a sharded tensor, on the mesh's device; collective. Any other tensor itself."""
     if not isinstance(tensor, DTensor):
         return tensor
     whole: torch.Tensor = tensor.to(tensor.device_mesh.device_type)
@@ -35,7 +32,7 @@ def gather_whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def own_part(tensor: torch.Tensor) -> Part | None:
-    """This rank's part of the whole tensor: all of it if it is not sharded. None for no element."""
+    """This rank's part of the whole tensor. None for no element."""
     if not isinstance(tensor, DTensor):
         return ...
     sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -43,15 +40,15 @@ def own_part(tensor: torch.Tensor) -> Part | None:
 
 
 def fill_part(tensor: torch.Tensor, part: torch.Tensor) -> None:
-    """Copies the part that `own_part` names of a whole into a tensor, in its dtype and on its device."""
+    """Copies the part that `own_part` names into a tensor, in its dtype and on its device."""
     own = local(tensor)
     own.copy_(part.to(own.device))  # first, since the device converts faster
 
 
 def by_parts(tensor: torch.Tensor, make: Callable[..., torch.Tensor], *, device: torch.device) -> torch.Tensor:
-    """A tensor of the shape and sharding of another: `make` gets this rank's part of it, on `device`, and its slices.
+    """A tensor shaped and sharded as another: `make` gets this rank's part of that, on `device`, and its slices.
 
-    Nothing is exchanged; `device` is that of the mesh, on which shards that wait on the host are computed.
+    Nothing is exchanged; shards that wait on the host are computed on `device`, the mesh's.
     """
     if not isinstance(tensor, DTensor):
         return make(tensor, *(slice(None) for _ in tensor.shape))

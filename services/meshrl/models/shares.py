@@ -1,18 +1,16 @@
 """Ranks that share the rows of a model or its matrix products: their exchanges; used by its attention and layers.
 
-Context parallelism: every rank runs the model on its part of a row's tokens, and attention shares its heads among them
-(Ulysses, arXiv 2309.14509). Before attention the ranks exchange queries, keys and values, after which each has all
-tokens of some heads, and runs the kernels of a rank alone; a second exchange brings the output back to the tokens. So
-windows, sinks, samples and shared prefixes need nothing of their own, and no rank waits for one with more work. The
-loss sees the logprobs of the whole row, on each of these ranks alike.
+Context parallelism: each rank runs the model on its part of a row's tokens, and attention shares its heads among them
+(Ulysses, arXiv 2309.14509). After an exchange of queries, keys and values each rank has all tokens of some heads, and
+runs the kernels of a rank alone; a second one brings the output back to the tokens. So windows, sinks, samples and
+shared prefixes need nothing of their own. The loss sees the whole row's logprobs on each of these ranks alike.
 
 Tensor parallelism: ranks have the same rows. A layer divided by its columns (its outputs) gives each rank some features
-of the tokens, and one divided by its rows (its inputs) takes them up: the ranks' products are summed, after which all
-have the same values again. The gradient of the first layer's input is summed likewise. Everything outside such pairs is
-computed by every rank alike.
+of the tokens, and one divided by its rows (its inputs) takes them up: the ranks' products are summed, as is the
+gradient of the first layer's input. Everything outside such pairs is computed by every rank alike.
 
-An exchange and a sum are one operator each, opaque to torch.compile: compiled code keeps the collectives in the order
-of the program, the same on every rank. Importing this module registers them with torch.
+An exchange and a sum are one operator each, opaque to torch.compile, so that compiled code keeps the collectives in the
+order of the program, the same on every rank.
 
 Shapes: C ranks that share a row of T tokens, t = T / C tokens of a rank, H heads of all ranks, h of one, D head size, F
 features that one rank sends another for a token, N predicted tokens of the row, M of a rank, E hidden size.
@@ -36,15 +34,12 @@ TOKENS_STEP = 8  # a rank's tokens are a multiple of it: torch.compile makes ano
 
 @dataclass(frozen=True, kw_only=True)
 class _Share:
-    """This rank among those of a process group."""
-
     group: str  # the name under which torch knows their process group
     size: int
     rank: int
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Self:
-        """This rank's share in a process group."""
         return cls(group=group.group_name, size=dist.get_world_size(group), rank=dist.get_rank(group))
 
     def own(self, count: int) -> slice:
@@ -66,9 +61,9 @@ class ContextShare(_Share):
         return min(max(tokens - self.rank * part, 0), part)
 
     def to_heads(self, *tensors_tHD: torch.Tensor) -> list[torch.Tensor]:
-        """Exchanges this rank's tokens of all heads for all tokens of its heads, each (T, h, D).
+        """This rank's tokens of all heads for all tokens of its heads, each (T, h, D).
 
-        Key-value heads that are fewer than the ranks are repeated; else they are a multiple of them.
+        Key-value heads fewer than the ranks are repeated; else they are a multiple of them.
         """
         parts_tCF = []
         for tensor in tensors_tHD:
@@ -84,13 +79,13 @@ class ContextShare(_Share):
         ]
 
     def to_tokens(self, tensor_ThD: torch.Tensor) -> torch.Tensor:
-        """Exchanges all tokens of this rank's heads for this rank's tokens of all heads, (t, H, D)."""
+        """All tokens of this rank's heads for its tokens of all heads, (t, H, D)."""
         parts_CtF = tensor_ThD.reshape(self.size, len(tensor_ThD) // self.size, -1)
         received_tCF: torch.Tensor = _exchange(parts_CtF, self.group).transpose(0, 1)
         return received_tCF.reshape(received_tCF.shape[0], -1, tensor_ThD.shape[-1])
 
     def whole(self, own_M: torch.Tensor, place_M: torch.Tensor, count: int) -> torch.Tensor:
-        """Values of the ranks, each at its places, as one tensor of `count` on every rank; (M, ...) become (N, ...).
+        """The ranks' values, each at its places, on every rank; (M, ...) become (count, ...).
 
         A rank's gradient is that of its places: every rank makes the same loss of the whole.
         """
@@ -102,17 +97,17 @@ class TensorShare(_Share):
     """This rank among those that share its products."""
 
     def copied(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor, which every rank has, for a use that differs by rank: their gradients are summed."""
+        """The same tensor, for a use that differs by rank: gradients are summed."""
         copy: torch.Tensor = _Copied.apply(tensor, self.group)  # type: ignore[no-untyped-call]  # torch's
         return copy
 
     def summed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum of the ranks' tensors, on every rank, which all use alike."""
+        """The sum of the ranks' tensors, for a use that is the same on all."""
         total: torch.Tensor = _Summed.apply(tensor, self.group)  # type: ignore[no-untyped-call]  # torch's
         return total
 
     def alike(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor, which every rank has and uses alike, with the gradient of one of them."""
+        """The same tensor, which all use alike, with the gradient of one rank."""
         same: torch.Tensor = _Alike.apply(tensor, self.size)  # type: ignore[no-untyped-call]  # torch's
         return same
 
@@ -123,7 +118,7 @@ class TensorShare(_Share):
         return torch.stack(parts)
 
     def embedded(self, ids: torch.Tensor, weight: torch.Tensor, padding: int | None) -> torch.Tensor:
-        """The rows that ids (...) name of a whole table of which each rank has a part, in order; (..., E)."""
+        """The rows (..., E) that ids (...) name of a table of which each rank has a part, in order."""
         rows = local(weight)
         place = ids - self.rank * len(rows)
         inside = (place >= 0) & (place < len(rows))

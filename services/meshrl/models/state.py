@@ -1,7 +1,4 @@
-"""A model's weights by Hugging Face name, whole or as this rank's rows.
-
-Read by the checkpointer and by the trainer's publishing; an engine loads the same names.
-"""
+"""A model's weights by Hugging Face name, whole or as this rank's rows, for checkpoints and versions."""
 
 from __future__ import annotations
 
@@ -19,19 +16,16 @@ from meshrl.models.lora import adapted_weights, is_adapter
 from meshrl.models.sharded import gather_whole, local
 
 FLOAT32_ROUTERS = frozenset({"glm4_moe", "hy_v3", "minimax_m2"})
-"""Model types whose routers vLLM keeps in float32, and transformers in the model's type, although it computes in
-float32."""
+"""Model types whose routers vLLM keeps in float32, and transformers only computes in it."""
 
 ROUTER_BIASES = frozenset({"e_score_correction_bias", "expert_bias", "balancing_biases"})
 
 
 def hf_state(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers in Hugging Face names, sorted by name.
+    """Parameters and persistent buffers, sorted by name; a tied tensor once, under its first name.
 
-    A tied tensor appears once, under its first name. Tensors share memory with the model unless `dtype` asks for
-    another floating-point type; the caller clones what must outlive the next optimizer step. Some tensors are always
-    float32 (`keep_float32`). LoRA adapters are merged into their weights in float32, which is collective if those are
-    sharded.
+    Tensors share memory with the model unless `dtype` asks for another floating-point type; some are always float32
+    (`keep_float32`). LoRA adapters are merged into their weights in float32, collectively if those are sharded.
     """
     return dict(_tensors(model, dtype))
 
@@ -43,7 +37,7 @@ def _tensors(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[str,
 
 
 def stored_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors that are published, as the model stores them, sorted by name; adapters are left out."""
+    """The published tensors as the model stores them, sorted by name, without adapters."""
     every_parameter = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters() if not is_adapter(name)}
     for name, tensor in model.state_dict().items():
@@ -53,16 +47,16 @@ def stored_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def keep_float32(model: nn.Module) -> None:
-    """Turns the tensors that are float32 in a model of any dtype to it: the biases of routers, and a family's own."""
+    """Turns the tensors that `stays_float32` names to it."""
     for name, tensor in {**dict(model.named_parameters()), **dict(model.named_buffers())}.items():
         if tensor.is_floating_point() and stays_float32(model, name):
             tensor.data = tensor.data.float()
 
 
 def stays_float32(model: nn.Module, name: str) -> bool:
-    """Whether a tensor is float32 in a model of any dtype.
+    """Whether a tensor is float32 in a model of any dtype, as in transformers, or of a router.
 
-    Choices among experts depend on differences that bfloat16 rounds away. Other patterns are those of transformers.
+    Choices among experts depend on differences that bfloat16 rounds away.
     """
     patterns = list(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     if getattr(getattr(model, "config", None), "model_type", None) in FLOAT32_ROUTERS:
@@ -80,10 +74,9 @@ def _wanted(model: nn.Module, name: str, tensor: torch.Tensor, dtype: torch.dtyp
 
 @torch.no_grad()
 def gather_state(model: nn.Module, dtype: torch.dtype | None = None, *, keep: bool = True) -> dict[str, torch.Tensor]:
-    """A copy of `hf_state` on the CPU, contiguous, that later optimizer steps do not touch; of a sharded model too.
+    """A contiguous copy of `hf_state` on the CPU, of a sharded model too; collective, a parameter at a time.
 
-    Every rank calls it, and it works one parameter after another. Shards are cast to `dtype` before they move. Only a
-    rank that asks to `keep` the state gets it; the others get an empty one.
+    Only a rank that asks to `keep` the state gets it; the others get an empty one.
     """
     gathered: dict[str, torch.Tensor] = {}
     for name, tensor in _tensors(model, dtype):
@@ -95,8 +88,8 @@ def gather_state(model: nn.Module, dtype: torch.dtype | None = None, *, keep: bo
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedTensor:
-    """A tensor of `hf_state`. `in_rows`: each sender has one of the parts that torch.chunk makes of it, else all of
-    it. Parts are in the order of the ranks, or where it is `reordered` in that of ParallelPlan.row_order.
+    """A tensor of `hf_state`. `in_rows`: each sender has one of the parts that torch.chunk makes of it, in the order of
+    the ranks, or where it is `reordered` in that of ParallelPlan.row_order; else all of it.
 
     Tensors of one-byte elements always count as whole, so that no rank has half of a 16-bit word.
     """
@@ -130,8 +123,8 @@ def own_rows(
 ) -> dict[str, torch.Tensor]:
     """A sender's rows of each tensor that is `in_rows`, and the whole of each other one; collective.
 
-    Rows that this rank holds share memory with the model and have its types, to be cast as they are copied. A tensor
-    that ranks divide otherwise is gathered, and its rows come cast, as merged ones do.
+    Rows that this rank holds share memory with the model and have its types; those of a tensor that ranks divide
+    otherwise, or that is merged, come cast.
     """
     adapted = adapted_weights(model)
     rows: dict[str, torch.Tensor] = {}
@@ -153,7 +146,7 @@ def _leaves_in_rows(tensor: torch.Tensor, wanted: torch.dtype) -> bool:
 
 
 def _has_rows(tensor: torch.Tensor, num_senders: int) -> bool:
-    """Whether each sender's rows are its rank's part: divided once, or by experts first, and then by FSDP."""
+    """Whether each sender's rows are its rank's part: divided once, or by experts and then by FSDP."""
     divisions = _divisions(tensor)
     if any(placement.dim for placement, _ in divisions) or math.prod(size for _, size in divisions) != num_senders:
         return False
@@ -162,7 +155,7 @@ def _has_rows(tensor: torch.Tensor, num_senders: int) -> bool:
 
 
 def _divisions(tensor: torch.Tensor) -> list[tuple[Any, int]]:
-    """The placements by which a tensor is divided, and over how many ranks each."""
+    """The placements that divide a tensor, and over how many ranks each."""
     if not isinstance(tensor, DTensor):
         return []
     sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)

@@ -27,7 +27,7 @@ class FusedPlan:
     def from_offsets(
         cls, sample_offsets: NDArray[np.int64], device: torch.device, *, long_from: int | None
     ) -> FusedPlan:
-        """Plans a row. Samples of at least `long_from` tokens go through cuDNN. None sends none there."""
+        """Samples of at least `long_from` tokens go through cuDNN; None sends none there."""
         starts, lengths = sample_offsets[:-1], np.diff(sample_offsets)
         is_long = np.zeros(len(lengths), dtype=np.bool_) if long_from is None else lengths >= long_from
         short = lengths[~is_long]
@@ -44,7 +44,7 @@ class FusedPlan:
 
 
 def upload(array: NDArray[Any], device: torch.device) -> torch.Tensor:
-    """An array of a row as a tensor on the device, without the host waiting for a GPU's queue."""
+    """The array as a tensor on the device, without the host waiting for a GPU's queue."""
     # Arrays decoded from a message are read-only views, which torch must not alias.
     tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
@@ -99,7 +99,7 @@ def attention_forward(
     scale: float,
     window_left: int = -1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The operator's work, for operators that build on it; `plan` holds the tensors of a FusedPlan, in order."""
+    """The operator's work; `plan` holds the tensors of a FusedPlan, in order."""
     offsets, short_index, short_offsets, host = plan
     longest, longest_short, *spans = host.tolist()
     if not spans or window_left >= 0:

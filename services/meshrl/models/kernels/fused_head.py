@@ -1,7 +1,7 @@
 """The head's passes over logits on a GPU as one kernel: logprob, entropy and log-sum-exp, and the gradient of a logit.
 
-It reads each token's logits once for the sums and once more for the gradient; torch.compile's code reads and writes
-about twice as much. Importing this module needs triton, which comes with torch for GPUs.
+It reads logits once for the sums and once more for the gradient, about half of what torch.compile's code moves.
+Importing this module needs triton, which comes with torch for GPUs.
 
 Shapes: P tokens of a piece, V vocabulary.
 """
@@ -22,8 +22,8 @@ def score(
     results: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     slope_PV: torch.Tensor | None,
 ) -> None:
-    """Writes logprob, entropy and log-sum-exp (P,) of each token into `results`, all float32, and d logprob / d logit
-    into `slope_PV`. The logprob of a target beyond the V logits is that of one of them."""
+    """Writes logprob, entropy and log-sum-exp (P,), float32, into `results`, and d logprob / d logit into `slope_PV`. A
+    target beyond the V logits counts as one of them."""
     if len(logits_PV):
         _score[(len(logits_PV),)](
             logits_PV, logits_PV if slope_PV is None else slope_PV, targets_P, temperatures_P, *results,
