@@ -42,10 +42,10 @@ AttentionName = Literal["auto", "varlen", "cudnn", "sdpa"]
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """The kernels of attention over packed rows. Unfused is `sdpa`: torch's own attention over padded blocks.
+    """How rows are attended to. Unfused is `sdpa`: torch's own attention over padded blocks.
 
-    `one_block` pads all samples of a row to the longest: for models that run on padded rows, where every rank must make
-    as many forward passes as the others. `context` are the ranks that share a row; None if each has rows of its own.
+    `one_block` pads all samples of a row to the longest: for models on padded rows, where all ranks must make as many
+    forward passes. `context`: the ranks that share a row; None if each has its own.
     """
 
     fused: bool = False
@@ -55,8 +55,8 @@ class Kernels:
 
 
 def choose_kernels(wanted: AttentionName, device: torch.device, dtype: torch.dtype) -> Kernels:
-    """The kernels for a device and the dtype that attention runs in; "auto" takes the fastest there. Raises ValueError
-    for kernels that cannot run there."""
+    """The kernels for a device and attention's dtype; "auto" takes the fastest. Raises ValueError for kernels that
+    cannot run there."""
     fits = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
     if wanted == "sdpa" or (wanted == "auto" and not fits):
         return Kernels()
@@ -99,9 +99,8 @@ class ScoreRule:
     ) -> torch.Tensor:
         """Attention (B, Q, L, D) of L queries to S keys, whose H heads are shared by Q query heads.
 
-        `mask` is true, or 0 of an additive one, where a query sees a key; the caller has put the window into it.
-        `causal` needs as many queries as keys. A softcap comes before the mask. Rules that are not `plain` hold all
-        scores at once.
+        `mask` is true, or 0 of an additive one, where a query sees a key, the window included. `causal` needs as many
+        queries as keys. Rules that are not `plain` hold all scores at once.
         """
         if self.plain:
             return F.scaled_dot_product_attention(
@@ -130,17 +129,17 @@ class ScoreRule:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PackedLayout:
-    """Where the samples of a row lie, prepared once a row and used by every layer.
+    """Where the samples of a row lie, prepared once for all layers.
 
     Either `fused` is there, or `blocks` with `scatter`. Compiled blocks take this as an argument, and torch.compile
-    makes another graph for every other value of a number or length of a tuple: what differs from row to row is in
-    tensors of at least two elements.
+    makes another graph for every other number or length of a tuple: what differs from row to row is in tensors of at
+    least two elements.
     """
 
     fused: FusedPlan | None
     blocks: tuple[torch.Tensor, ...]
-    """int64 (B, L) each: samples of similar length as a padded block, by the token of the row at each place; padding
-    repeats a sample's last token."""
+    """int64 (B, L) each: samples of similar length, as the row's token at each place of a padded block; padding repeats
+    a sample's last token."""
 
     scatter: torch.Tensor  # int64 (T,): place of each token in the blocks' outputs laid end to end
     offsets: torch.Tensor  # int64 (S + 1,) on the CPU: where each sample begins, and the row ends
@@ -161,7 +160,7 @@ class PackedLayout:
         kernels: Kernels | None = None,
         prefixes: PrefixPlan | None = None,
     ) -> PackedLayout:
-        """Builds the layout of a row from (S + 1,) offsets; unfused unless `kernels` is given."""
+        """From (S + 1,) offsets; unfused unless `kernels` is given."""
         kernels = kernels or Kernels()
         starts, lengths = sample_offsets[:-1], np.diff(sample_offsets)
         offsets = torch.from_numpy(sample_offsets.astype(np.int64))
@@ -187,12 +186,12 @@ class PackedLayout:
         )
 
     def of_one(self, length: int) -> PackedLayout:
-        """The layout of a row with one sample of `length` tokens, on the same device and kernels."""
+        """The layout of a row of one sample, on the same device and kernels."""
         return PackedLayout.from_offsets(np.array([0, length]), self.scatter.device, self.kernels)
 
 
 def _of_any_size(*tensors: torch.Tensor) -> None:
-    """Marks sizes for torch.compile that differ in later rows, so that the first graph serves them, too."""
+    """Marks sizes that differ from row to row, so that torch.compile's first graph serves all."""
     import torch._dynamo  # takes a second, which models that are not compiled on a GPU do without
 
     for tensor in tensors:
@@ -212,7 +211,7 @@ def _similar_lengths(lengths: NDArray[np.int64]) -> list[NDArray[np.int64]]:
 
 
 def use_attention(model: PreTrainedModel, name: str, function: Callable[..., Any]) -> None:
-    """Makes the model's layers attend by `function`, which gets a name in transformers' own table of such functions."""
+    """Makes the model's layers attend by `function`, under a name in transformers' own table."""
     AttentionInterface.register(name, function)
     model.set_attn_implementation(name)
 
@@ -232,8 +231,8 @@ def packed_attention(
     """Causal attention within each sample of a row, in the signature transformers calls.
 
     Returns (1, T, H, D). K key-value heads serve H query heads. Of `kwargs` it reads dropout, softcap and s_aux (the
-    sinks, (H,)), which only unfused kernels take: see `needs_unfused`. Where ranks share a row, T counts this rank's
-    tokens, and the layout is that of the whole row.
+    sinks, (H,)), which only unfused kernels take (`needs_unfused`). Where ranks share a row, T counts this rank's
+    tokens, and the layout is the whole row's.
     """
     refuse_strange_scores(kwargs)
     # Under autocast the norms of some models hand out float32 queries and keys beside half-precision values.
@@ -259,7 +258,7 @@ def _attention(
     layout: PackedLayout,
     rules: Mapping[str, Any],
 ) -> torch.Tensor:
-    """Attention (T, H, D) by the kernels of the layout. `rules` are the arguments of a ScoreRule."""
+    """(T, H, D) by the layout's kernels. `rules` are the arguments of a ScoreRule."""
     scale = 1.0 / math.sqrt(query_THD.shape[-1]) if rules["scale"] is None else rules["scale"]
     window = rules["window"]
     if layout.prefixes is not None:
@@ -308,7 +307,7 @@ def _block_attention(
 
 
 def window_mask(length: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-    """(L, L) true where a token may see another within a sliding window. None for plain causality."""
+    """(L, L) true where a token sees another within a sliding window. None for plain causality."""
     if window is None or length <= window:
         return None
     place = torch.arange(length, device=device)
@@ -320,7 +319,7 @@ STRANGE_SCORES = ("indices", "block_indices", "position_bias")
 
 
 def refuse_strange_scores(arguments: Mapping[str, object]) -> None:
-    """Raises NotImplementedError for arguments that change a model's scores and that this attention would drop."""
+    """Raises NotImplementedError for arguments that change scores and that this attention would drop."""
     if strange := [name for name in STRANGE_SCORES if arguments.get(name) is not None]:
         raise NotImplementedError(
             f"this model's attention takes {strange[0]!r}, which attention over packed rows and slots does not have; "

@@ -1,14 +1,13 @@
 """Attention over packed rows whose samples share their beginnings, such as the prompt of a group; used by `attention`.
 
 A row holds a shared beginning once, in the first of its samples. A token of another sample sees two sets of keys: its
-own sample's up to itself, and the whole prefix. Each set is an attention of its own, causal and not, on the kernels
-that packed rows run on anyway; their outputs are put together by their log-sum-exps (l), as FlashAttention does with
-blocks of keys:
+own sample's up to itself, and the whole prefix. Each set is an attention of its own, causal and not; outputs are put
+together by their log-sum-exps (l), as FlashAttention does with blocks of keys:
 
     l = log(exp(l_own) + exp(l_prefix)),   out = exp(l_own - l) out_own + exp(l_prefix - l) out_prefix
 
 A backward kernel computes p = exp(score - l) from the l that it is given. Given the common one and the common output,
-each set's kernel gives its part of the gradients, and the parts add up: no score is computed twice, none is masked out.
+each set's kernel gives its part of the gradients, and the parts add up.
 
 On a GPU, where no sample of a row is long, one kernel does both sets: each sample's keys are a copy of its prefix and
 its own, and causality counts from their ends.
@@ -68,7 +67,7 @@ class PrefixPlan:
         prefix_samples: NDArray[np.int32] | None,
         device: torch.device,
     ) -> PrefixPlan | None:
-        """The plan of a row as a MicroBatch describes it. None without a prefix."""
+        """Of a row as a MicroBatch describes it. None without a prefix."""
         if prefix_tokens is None or prefix_samples is None or not prefix_tokens.any():
             return None
         offsets, spans = sample_offsets.tolist(), list[Span]()
@@ -115,7 +114,7 @@ def _offsets(parts: Sequence[slice]) -> NDArray[np.int32]:
 def merge(
     out_THD: torch.Tensor, lse_TH: torch.Tensor, other_THD: torch.Tensor, other_TH: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and log-sum-exp of attention to two sets of keys, from those to each of them."""
+    """Output and log-sum-exp of attention to two sets of keys together."""
     both_TH = torch.logaddexp(lse_TH, other_TH)
     merged_THD = out_THD * (lse_TH - both_TH).exp()[..., None] + other_THD * (other_TH - both_TH).exp()[..., None]
     return merged_THD.to(out_THD.dtype), both_TH
@@ -134,10 +133,7 @@ def cpu_prefix_attention(
     prefixes: PrefixPlan,
     scale: float,
 ) -> torch.Tensor:
-    """Causal attention within each sample and to its prefix, (T, H, D).
-
-    `blocks` (B, L) and `scatter` (T,) are those of a PackedLayout.
-    """
+    """Causal attention within each sample and to its prefix, (T, H, D); `blocks` and `scatter` as in a PackedLayout."""
     out_THD: torch.Tensor = _CpuAttention.apply(  # type: ignore[no-untyped-call]  # torch's way to call a Function
         query_THD, key_TKD, value_TKD, blocks, scatter, prefixes.spans, scale
     )
