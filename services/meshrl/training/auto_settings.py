@@ -1,13 +1,12 @@
-"""Chooses the settings that are `auto`, by model, row length and memory; called before a learner is built.
+"""Chooses the settings that are `auto`, by model, row length and memory, before a learner is built.
 
 Activation checkpointing: the least with which a row of seq_len tokens fits beside weights, gradients, optimizer and
 the snapshot of a version that is being published. Shorter rows go through the model together, and parameters stay
-gathered over the rows of a step, where there is room beside that.
-Compilation: on for the blocks of large models on a GPU. Logits: the output head works in pieces that leave room for the
-rest. Settings that a user gave stay as they are. Both trainers log what was chosen.
+gathered over the rows of a step, where there is room beside that. Compilation: for large models on a GPU. Logits: in
+pieces that leave room for the rest.
 
-An element is a number of the compute dtype. A block keeps of a token, with hidden size h, MLP size i, q and k elements
-of all query and key-value heads:
+A block keeps of a token so many elements of the compute dtype, with hidden size h, MLP size i, q and k elements of all
+query and key-value heads:
 
     none       4 h + 3 q + 3 k + 4 i      inputs of norms and products, attention before and after rotation, the MLP
                + 3 e h                    with e experts a token: its copy for each, what comes back, and that weighted
@@ -15,9 +14,8 @@ of all query and key-value heads:
     attention  h + q                      its input and attention's output
     full       h                          its input
 
-and while one block is computed again, all of it once. i is the sum over the experts that a token goes through, and a
-mean where layers differ. Against measured peaks (Qwen3 0.6B and 4B on an H200, 16k and
-64k tokens) this is within 10%, for which RESERVE leaves room.
+and while one block is computed again, all of it once. i is the sum over a token's experts, and a mean where layers
+differ. Measured peaks (Qwen3 0.6B and 4B on an H200, 16k and 64k tokens) are within 10%, for which RESERVE leaves room.
 """
 
 from __future__ import annotations
@@ -72,10 +70,7 @@ class BlockShape:
 
     @classmethod
     def of(cls, model: PreTrainedModel, tp: int = 1) -> BlockShape:
-        """Read from a model, which may be without storage; sizes are its configuration's, experts are its modules.
-
-        Of what `tp` ranks divide, sizes are those of one of them.
-        """
+        """Of a model, which may be without storage; of what `tp` ranks divide, the sizes of one."""
         text = model.config.get_text_config()
         hidden = int(text.hidden_size)
         heads = int(getattr(text, "num_attention_heads", 0) or 1)
@@ -110,7 +105,7 @@ class BlockShape:
         }[mode]
 
     def activation_bytes(self, mode: AcMode | None, *, tokens: int, itemsize: int) -> int:
-        """What a row's forward pass keeps, and what computing one block again takes."""
+        """A row's forward pass, and one block computed again."""
         again = 0.0 if mode is None else self.kept(None)
         return int((self.kept(mode) * self.layers + again) * tokens * itemsize)
 
@@ -136,8 +131,8 @@ def choose(
     given: AcMode | Literal["auto"] | None = "auto",
     beside_engine: bool = False,
 ) -> Chosen:
-    """The least checkpointing that fits, or the `given` one, and the settings that go with it. `free_bytes` is before
-    the model is loaded, of which an engine will take some if `beside_engine`; unknown, everything fits."""
+    """The least checkpointing that fits, or the `given` one, and the settings that go with it. `free_bytes`: before the
+    model is loaded, of which an engine takes some if `beside_engine`; None is unknown, and everything fits."""
     most, room = (LOGITS_GPU if on_gpu else LOGITS_CPU), None
     if free_bytes is not None:
         # Embeddings and head are gathered whole in the compute dtype.
@@ -169,13 +164,12 @@ def choose(
 
 
 def choose_layout(config: TrainerModelConfig, environment: Mapping[str, str], *, seq_len: int) -> dict[str, int]:
-    """How the ranks divide the work, as RankGroup.start takes it before they meet; the same on every rank.
+    """The layout for RankGroup.start: as configured, but for an `ep` of "auto".
 
-    As configured, but for an `ep` of "auto". Gathering experts, as FSDP does, runs beside computing and moves a layer's
-    experts about four times a step. Sending tokens to experts does not, and moves a row's about six times. So ep is
-    taken if the latter is less than a quarter of the former, or tp needs it, for as many ranks of this machine as
-    divide its ranks and the experts. Raises ModelError when there is no such model, and ValueError if the sizes do not
-    divide the ranks.
+    Gathering experts, as FSDP does, runs beside computing and moves a layer's experts about four times a step. Sending
+    tokens to experts does not, and moves a row's about six times. So ep is taken if the latter is less than a quarter
+    of the former, or tp needs it, for as many ranks as divide those of this machine and the experts. Raises ModelError
+    when there is no such model, and ValueError if the sizes do not divide the ranks.
     """
     layout = {"dp_replicate": config.dp_replicate, "cp": config.cp, "tp": config.tp}
     if config.ep != "auto":
@@ -206,11 +200,10 @@ def resolve_auto(
     publishes: bool = False,
     beside_engine: bool = False,
 ) -> tuple[TrainerModelConfig, int]:
-    """The configuration with every `auto` resolved, and the bytes of logits at once; the same on every rank.
+    """The configuration with every `auto` resolved, and the bytes of logits at once. Collective.
 
-    `seq_len` counts the tokens of a row, which several ranks may share. `publishes` as in `memory_need`,
-    `beside_engine` as in `choose`. Collective. Raises ModelError when there is no such model or it does not fit in
-    memory, and ValueError for adapters that do not suit it.
+    `seq_len` counts the tokens of a row, `publishes` as in `memory_need`, `beside_engine` as in `choose`. Raises
+    ModelError when there is no such model or it does not fit in memory, and ValueError for unsuitable adapters.
     """
     row_tokens, seq_len = seq_len, -(-seq_len // parallel.plan.cp)
     on_gpu = parallel.device.type == "cuda"
@@ -285,7 +278,7 @@ def ways_to_fit(
 ) -> list[str]:
     """The keys to change so that a row fits, if any helps: `cp`, the number of GPUs, `lora`, the length of rows.
 
-    `fits` is given a configuration, how many times as many ranks hold a copy, and the tokens of a row on each.
+    `fits` gets a configuration, how many times as many ranks hold a copy, and the tokens of a row on each.
     """
     ways = []
     for times in (1, 2, 4, 8, 16):
@@ -308,8 +301,8 @@ def ways_to_fit(
 
 
 def _width(own: Sequence[Experts], block: nn.Module, hidden: int) -> float:
-    """MLP size of a block with experts: of a token's experts and the shared ones. An expert has three matrices, gate,
-    up and down, of hidden size times its own."""
+    """MLP size of a block with experts, a token's and the shared ones; an expert has three matrices of hidden size
+    times its own."""
     a_token = sum(experts.share * sum(p.numel() for p in experts.module.parameters()) for experts in own)
     shared = {
         parameter: parameter.numel()

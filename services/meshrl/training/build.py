@@ -1,7 +1,7 @@
-"""Builds the learner of the RL trainer and the SFT trainer: model, adapters, sharding; once a start.
+"""Builds the learner of the RL trainer and the SFT trainer: model, adapters, sharding.
 
-The model is made without storage, prepared, sharded over the group (not for one process on a CPU), and only then
-filled, so no rank ever holds a sharded model whole.
+The model is made without storage, prepared, sharded (not for one process on a CPU), and only then filled, so no rank
+holds a sharded model whole.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def build_learner(
     max_logits_bytes: int | None = None,
     random_weights: bool = False,
 ) -> Learner:
-    """A learner on `parallel.device`; every rank of the group calls this with the same arguments.
+    """A learner on `parallel.device`. Collective.
 
     `auto` was resolved before (`auto_settings`): here it is off. `seq_len` is the most tokens of a sample, if known.
-    `max_logits_bytes` None suits the device; `random_weights` reads the model's configuration only. Raises ModelError,
-    and ValueError for settings that do not fit the model or the group.
+    `max_logits_bytes` None suits the device. Raises ModelError, and ValueError for settings that do not fit the model
+    or the group.
     """
     compute_dtype = resolve_dtype(config)
     if compute_dtype not in DTYPES.values():
@@ -103,7 +103,7 @@ def build_learner(
 
 
 def prepare(model: nn.Module, config: LoraConfig) -> None:
-    """Readies the model for sets as configured, before it is sharded. Raises ValueError as `prepare_lora` does."""
+    """Calls `prepare_lora` as configured."""
     prepare_lora(
         model,
         target_modules=config.target_modules,
@@ -113,7 +113,7 @@ def prepare(model: nn.Module, config: LoraConfig) -> None:
 
 
 def new_set(model: nn.Module, config: LoraConfig, *, device: torch.device) -> AdapterSet:
-    """A set of zeros as configured, not mounted. Raises ValueError as `make_set` does."""
+    """Calls `make_set` as configured."""
     return make_set(
         model,
         AdapterScale(rank=config.rank, alpha=config.alpha, dropout=config.dropout),
@@ -124,7 +124,7 @@ def new_set(model: nn.Module, config: LoraConfig, *, device: torch.device) -> Ad
 
 
 def add_set(model: nn.Module, config: LoraConfig, *, seed: int, device: torch.device) -> AdapterSet:
-    """A new set, mounted, with its first values. Raises ValueError as `make_set` does."""
+    """A `new_set`, mounted, with its first values."""
     adapter_set = new_set(model, config, device=device)
     adapter_set.mount()
     reset_lora(model, seed)

@@ -22,7 +22,7 @@ class OptimConfig(BaseConfig):
     """Optimizer; muon is for matrices, and everything else then has adamw."""
 
     lr: float = Field(default=1e-6, ge=0.0)
-    """Peak learning rate; at 0 the weights never change, which measures the run's noise (`meshrl doctor --drift`)."""
+    """Peak learning rate; 0 never changes the weights, to measure the run's noise (`meshrl doctor --drift`)."""
 
     weight_decay: float = Field(default=0.01, ge=0.0)
     """Decoupled weight decay; vectors (norms, biases) are exempt."""
@@ -53,7 +53,7 @@ class SchedulerConfig(BaseConfig):
     """Steps over which the rate rises linearly to its peak; step 1 already has a rate above zero."""
 
     decay_steps: int | None = Field(default=None, ge=1)
-    """Length of the decay, which ends at max_steps; None means everything after the warm-up, or for wsd a tenth of it.
+    """Length of the decay, which ends at max_steps; None: everything after the warm-up, or for wsd a tenth of it.
     Without max_steps it starts right after the warm-up."""
 
     min_lr: float = Field(default=0.0, ge=0.0)
@@ -132,8 +132,8 @@ class TrainingConfig(BaseConfig):
     """Steps to train; batches beyond are refused. None means no end."""
 
     max_logits_mib: int | None = Field(default=None, ge=1)
-    """Memory for logits, in MiB. If gradients of a row's logits fit on a GPU, they are kept for the backward pass;
-    otherwise logits are computed in pieces, and again in backward. None chooses by the device."""
+    """Memory for logits, in MiB. If gradients of a row's logits fit on a GPU, they are kept; otherwise logits are
+    computed in pieces, and again in backward. None chooses by the device."""
 
     torch_threads: int | None = Field(default=None, ge=1)
     """Threads for torch kernels; None means torch's own choice."""

@@ -1,7 +1,7 @@
 """Joins rows that go through the model together, of one step or of several runs: fewer passes, each of more tokens.
 
-A pass has costs of its own: parameters are gathered, kernels launched, and of a mixture's experts all weights read and
-all gradients written. Losses do not depend on how samples are divided over rows.
+A pass gathers parameters, launches kernels, and reads and writes all weights and gradients of a mixture's experts.
+Losses do not depend on how samples are divided over rows.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ _OPTIONAL = (
 def join_rows(micro_batches: Sequence[MicroBatch], *, max_tokens: int | None) -> list[MicroBatch]:
     """The micro-batches, with neighbours joined up to `max_tokens`; None joins none.
 
-    Rows are joined alike for each dp_rank, which all have as many: all ranks make the same passes. Rows that carry
-    different quantities stay apart.
+    Rows are joined alike for each dp_rank, so that all ranks make the same passes. Other `kinds` stay apart.
     """
     if max_tokens is None:
         return list(micro_batches)
@@ -48,14 +47,14 @@ def join_rows(micro_batches: Sequence[MicroBatch], *, max_tokens: int | None) ->
 
 
 def kinds(rows: Sequence[MicroBatch]) -> tuple[tuple[tuple[int, ...] | None, ...], ...]:
-    """Which optional quantities each row has, and of how many values a token: equal rows can be joined."""
+    """Each row's optional quantities, by their values a token: equal rows can be joined."""
     return tuple(
         tuple(None if (array := getattr(row, name)) is None else array.shape[1:] for name in _OPTIONAL) for row in rows
     )
 
 
 def joined_row(rows: Sequence[MicroBatch]) -> MicroBatch:
-    """One row of the tokens of all; its names and numbers of ranks and environments are the first one's."""
+    """One row of the tokens of all; names, rank and environments are the first one's."""
     if len(rows) == 1:
         return rows[0]
     tokens = np.cumsum([0, *(len(row.token_ids) for row in rows)])

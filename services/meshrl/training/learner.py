@@ -1,7 +1,6 @@
 """The learner: the policy and its passes, which make a run's step from the packed micro-batches of a batch.
 
-The loops of the trainer and of sft call it and get a record of the step back. Every rank gets the whole batch and
-trains the rows of its ParallelPlan; the collectives are inside.
+Every rank gets the whole batch and trains the rows of its ParallelPlan; the collectives are inside.
 
 Shapes: P predicted tokens of a row, N rl tokens of the whole batch.
 """
@@ -54,7 +53,7 @@ class UpdateError(Exception):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepResult:
-    """A finished step. Rank 0 has the tokens of all ranks, another rank its own; the numbers are everybody's."""
+    """A finished step. Rank 0 has the tokens of all ranks, another rank its own; numbers are of all ranks."""
 
     step: int
     tokens: TokenRecord
@@ -70,7 +69,7 @@ class StepResult:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowRecord:
-    """The result of one row's forward pass, still on the device: (P,) tensors and which of them are rl tokens."""
+    """One row's forward pass, still on the device: (P,) tensors."""
 
     loss: RowLoss
     tokens: RowTokens
@@ -88,8 +87,7 @@ class RunRows:
 class Learner:
     """A policy on the ranks of a group, and the passes that train it for a run.
 
-    Every rank makes the same calls with the same rows, in the same order. `forward_backward` adds to a run's gradient,
-    `optim_step` makes a step of it, and `step` does both.
+    Every rank makes the same calls with the same rows, in the same order.
     """
 
     def __init__(
@@ -102,7 +100,7 @@ class Learner:
         partial: Sequence[nn.Parameter] = (),
     ) -> None:
         """`passes` are those of a sharded policy; `partial` are those that `divide_layers` named. Rows of up to
-        `pass_tokens` together make one; None: each does."""
+        `pass_tokens` go through together; None: each by itself."""
         self.policy = policy
         self._passes = passes
         self.model = policy.model
@@ -125,10 +123,8 @@ class Learner:
         policy.train()
 
     def take_up(self, run: RunState) -> None:
-        """Goes on with the run: mounts its adapters and its random state.
-
-        Anything that works on a run's weights takes it up first; for the run that was taken up last nothing changes.
-        """
+        """Goes on with the run: mounts its adapters and its random state. To be called before anything that works on a
+        run's weights."""
         if run is self._run:
             return
         self.put_aside()
@@ -139,14 +135,14 @@ class Learner:
             restore_random_state(run.random_state, self.device)
 
     def put_aside(self) -> None:
-        """Keeps the random state of the run that was taken up; until another is taken up there is none."""
+        """Keeps the random state of the run that was taken up."""
         if self._run is not None:
             self._run.random_state = random_state(self.device)
         self._run = None
 
     def joins(self, run: RunState) -> bool:
-        """Whether a row of the run may share a pass with rows of other runs: of a dense model, without dropout, under
-        adapters of its linear layers."""
+        """Whether the run's rows may share a pass with other runs': a dense model, no dropout, adapters of linear
+        layers."""
         adapters = run.adapters
         return (
             self._rows_join
@@ -156,7 +152,7 @@ class Learner:
         )
 
     def step(self, run: RunState, micro_batches: Sequence[MicroBatch]) -> StepResult:
-        """Makes a step from the micro-batches of a whole batch. Raises StepError and UpdateError as its two halves."""
+        """A step from a whole batch. Raises StepError and UpdateError as its two halves."""
         self.forward_backward(run, micro_batches)
         return self.optim_step(run)
 
@@ -165,9 +161,7 @@ class Learner:
     ) -> PassResult:
         """Adds the gradient of the rows' objective to the run's gradient.
 
-        Each term is divided by its `counts`, by default those of these rows. To pass a batch in parts, give each part
-        the counts of the whole: the gradient is then that of the batch, where without them it is the sum of each part's
-        own means.
+        Each term is divided by its `counts`, by default those of these rows; parts of a batch need those of the whole.
 
         Raises StepError when the loss is not finite (then on every rank), or when a process on its own runs out of
         device memory; in a group that ends the group, whose ranks wait for each other in the middle of a pass. A call
@@ -176,11 +170,8 @@ class Learner:
         return self.pass_rows([RunRows(run=run, micro_batches=micro_batches, counts=counts or count(micro_batches))])[0]
 
     def pass_rows(self, parts: Sequence[RunRows]) -> list[PassResult]:
-        """Passes rows of one run as `forward_backward`, or of several runs that `joins` holds for: then the first rows
-        of all are one row of the pass, and so on, and each run's gradient is that of its own objective.
-
-        Raises StepError as `forward_backward`, but where it was of several runs, their gradients are as before.
-        """
+        """Passes rows of one run as `forward_backward`, or of several that `joins` holds for: the first rows of all are
+        then one row of the pass, and so on. If that fails, their gradients are as before."""
         started = time.perf_counter()
         runs, alone = [part.run for part in parts], len(parts) == 1
         joins = [join_rows(part.micro_batches, max_tokens=self._pass_tokens) for part in parts]
@@ -244,12 +235,11 @@ class Learner:
         return JoinedSets(sets, [len(each.token_ids) for each in row], grouped=self.device.type == "cuda")
 
     def optim_step(self, run: RunState) -> StepResult:
-        """Clips the run's gradient, steps its optimizer, and moves its schedule on. The gradient is used up.
+        """Clips the run's gradient, which is used up, and steps its optimizer.
 
-        Raises StepError, with weights and optimizer as before on every rank, when the run has no gradient, when the
-        gradient is not finite, or when memory runs out before the weights are touched, as in `forward_backward`. Raises
-        UpdateError when the optimizer itself fails: the run's weights are of no use any more. That of a run over
-        adapters is known to every rank.
+        Raises StepError, with weights and optimizer as before on every rank, when the run has no gradient, when it is
+        not finite, or when memory runs out before the weights are touched, as in `forward_backward`. Raises UpdateError
+        when the optimizer itself fails: the run's weights are of no use any more. Over adapters every rank raises it.
         """
         if not run.passes:
             raise StepError(
@@ -303,8 +293,7 @@ class Learner:
 
     @contextmanager
     def _all_or_nothing(self, run: RunState, where: str, *, drops: bool = True) -> Iterator[None]:
-        """A failure inside drops the run's gradient, if it `drops`. Outside a group, out of memory becomes a
-        StepError."""
+        """A failure inside drops the run's gradient. Outside a group, out of memory becomes a StepError."""
         try:
             yield
         except BaseException as error:
@@ -322,7 +311,7 @@ class Learner:
             ) from error
 
     def warm_up(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Passes micro-batches forward and backward, so that kernels are compiled; drops the gradients."""
+        """Passes micro-batches forward and backward, so that kernels are compiled."""
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices):  # dropout falls in the first step as if this had not been
             try:
@@ -336,7 +325,7 @@ class Learner:
 
     @torch.no_grad()
     def evaluate(self, run: RunState, micro_batches: Sequence[MicroBatch]) -> TokenRecord:
-        """The record of the micro-batches without a gradient (as in StepResult.tokens); nothing changes."""
+        """What StepResult.tokens would be; nothing changes."""
         whole = [RunRows(run=run, micro_batches=micro_batches, counts=count(micro_batches))]
         with self._looking(run):
             return self._gathered(
@@ -345,17 +334,14 @@ class Learner:
 
     @torch.no_grad()
     def score(self, run: RunState, row: PackedRow) -> torch.Tensor:
-        """(N,) logprobs of a row's predicted tokens, still on the device, without a gradient; nothing changes.
-
-        Every rank gives the same row.
-        """
+        """(N,) logprobs of a row, the same on every rank, still on the device; nothing changes."""
         with self._looking(run):
             logprobs: torch.Tensor = self.policy(row)[0]
             return logprobs
 
     @contextmanager
     def _looking(self, run: RunState) -> Iterator[None]:
-        """Passes inside are those of the run in use, without dropout."""
+        """Passes inside are the run's, without dropout."""
         self.take_up(run)
         self.policy.eval()
         try:
@@ -382,8 +368,7 @@ class Learner:
         return [replace(row, loss=replace(row.loss, total=row.loss.total.detach())) for row in made]
 
     def _forward(self, parts: Sequence[RunRows], rows: Sequence[MicroBatch]) -> list[RowRecord]:
-        """Passes a row of each part together, even without any token: the other ranks wait in the collectives of the
-        pass."""
+        """Passes a row of each part together, even without any token: other ranks wait in the pass's collectives."""
         whole = joined_row(rows)
         share = self.parallel.context
         self._routing.tokens = None if share is None else share.real(len(whole.token_ids))
@@ -405,10 +390,8 @@ class Learner:
 
     @torch.no_grad()
     def _unreplayed(self, run: RunState, micro_batches: Sequence[MicroBatch]) -> NDArray[np.float64]:
-        """(mismatch_kl, tokens) over the rl tokens of the ranks' first rows, without the choice given to their routers.
-
-        Zeros for most steps, and for a batch without routes: every rank decides alike.
-        """
+        """(mismatch_kl, tokens) over the rl tokens of the ranks' first rows, without the choice given to their routers;
+        zeros for most steps, and without routes."""
         if run.next_step % UNREPLAYED_EVERY or all(row.routed_experts is None for row in micro_batches):
             return np.zeros(2)
         micro_batch = replace(self.parallel.plan.own_rows(micro_batches)[0], routed_experts=None)
@@ -445,10 +428,7 @@ def _added(parts: Iterable[Mapping[str, SupportsFloat]]) -> dict[str, float]:
 
 
 def to_row(micro_batch: MicroBatch, device: torch.device, kernels: Kernels | None = None) -> PackedRow:
-    """Moves a micro-batch to the device and lays it out for packed attention; predicts every term's tokens.
-
-    If ranks share a row, it is padded to equal parts.
-    """
+    """A micro-batch on the device, laid out for packed attention; padded to equal parts if ranks share it."""
     predicted = predicted_tokens(micro_batch)
     offsets, token_ids, position_ids = micro_batch.sample_offsets, micro_batch.token_ids, micro_batch.position_ids
     temperatures = np.repeat(micro_batch.temperatures, np.diff(offsets))[predicted]
@@ -484,7 +464,7 @@ def predicted_tokens(micro_batch: MicroBatch) -> NDArray[np.int64]:
 
 
 def to_tokens(micro_batch: MicroBatch, logprobs: torch.Tensor) -> RowTokens:
-    """The objective's input of the row's predicted tokens; `logprobs` as the policy gave them."""
+    """The objective's input of the row's predicted tokens, with the policy's `logprobs`."""
     predicted = predicted_tokens(micro_batch)
     candidate_logprobs = None
     if logprobs.ndim == 2:
@@ -520,7 +500,7 @@ def to_tokens(micro_batch: MicroBatch, logprobs: torch.Tensor) -> RowTokens:
 
 
 def record_of(rows: Sequence[RowRecord]) -> TokenRecord:
-    """Copies the rl tokens' record of a step's rows to the CPU, in one go a quantity."""
+    """The rl tokens of a step's rows, on the CPU; one copy a quantity."""
 
     def joined(values: Sequence[torch.Tensor], dtype: torch.dtype) -> Array:
         chosen = [value[row.tokens.rl_at] for value, row in zip(values, rows, strict=True)]

@@ -10,10 +10,9 @@ from meshrl.training.config import SchedulerConfig
 def learning_rate(config: SchedulerConfig, *, peak: float, step: int, max_steps: int | None) -> float:
     """Learning rate of `step` (from 1).
 
-    Warm-up: peak * step / warmup_steps for the first warmup_steps. Decay: from peak to min_lr over decay_steps that end
-    at max_steps (or that follow the warm-up when there is no end), linearly, along half a cosine, or for wsd (warm-up,
-    stable, decay, arXiv 2404.06395) by one minus the square root of the way gone (arXiv 2405.18392). The last step has
-    min_lr. wsd without decay_steps decays over the last tenth.
+    Warm-up: peak * step / warmup_steps. Decay: from peak to min_lr over decay_steps that end at max_steps (or follow
+    the warm-up when there is no end), linearly, along half a cosine, or for wsd (warm-up, stable, decay, arXiv
+    2404.06395) by one minus the square root of the way gone (arXiv 2405.18392), by default over the last tenth.
     """
     if step <= config.warmup_steps:
         return peak * step / config.warmup_steps

@@ -1,11 +1,7 @@
-"""Estimates before a model is loaded whether it can be trained in this memory.
+"""Estimates before a model is loaded whether it can be trained in this memory; if not, an error names the remedy.
 
-Both trainers ask it once they have joined their group, so that a run that cannot fit ends with an error that names the
-remedy, instead of being killed by the system.
-
-The estimate is a lower bound: weights, gradients and optimizer state, which a step holds all at once, and the snapshot
-of a trainer that publishes versions. Activations and the libraries' memory come on top, so a model that passes may
-still be too large for a long row; that is then the step's error.
+A lower bound: weights, gradients and optimizer state, which a step holds all at once, and the snapshot of a trainer
+that publishes versions. Activations come on top, so a long row may still be too much; that is the step's error.
 """
 
 from __future__ import annotations
@@ -31,7 +27,7 @@ OPTIMIZER_BYTES: Mapping[str, int] = {"adamw": 8, "muon": 4, "sgd": 4}  # a para
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryNeed:
-    """Bytes that one rank holds on its device between the backward pass and the end of the optimizer's step."""
+    """Bytes on one rank's device between the backward pass and the end of the optimizer's step."""
 
     parameters: int  # of the whole model
     weights: int
@@ -46,7 +42,7 @@ class MemoryNeed:
         return self.weights + self.gradients + self.optimizer + self.snapshot
 
     def over(self, times: int) -> MemoryNeed:
-        """The need of each rank if so many times as many ranks hold a copy of the model."""
+        """The need if so many times as many ranks hold a copy of the model."""
         divided = ("weights",) if self.of_set else ("weights", "gradients", "optimizer", "snapshot")
         parts = {name: getattr(self, name) // times for name in divided}
         return replace(self, **parts)
@@ -55,8 +51,8 @@ class MemoryNeed:
 def memory_need(
     config: TrainerModelConfig, optim: OptimConfig, parallel: RankGroup, *, publishes: bool = False
 ) -> MemoryNeed:
-    """The need of a rank of this group for this model; `publishes`: versions of it go to engines. Raises ModelError
-    when there is no such model, and ValueError for adapters that do not fit it."""
+    """The need of a rank of this group; `publishes`: versions go to engines. Raises ModelError when there is no such
+    model, and ValueError for adapters that do not fit it."""
     stored_dtype = torch.float32 if config.lora is None else resolve_dtype(config)
     model = empty_model(config, dtype=stored_dtype)
     plan, parameters = parallel.plan, sum(parameter.numel() for parameter in model.parameters())
@@ -96,8 +92,8 @@ def state_bytes(optim: OptimConfig) -> int:
 
 
 def check_fits(name: str, need: MemoryNeed, there: int | None, parallel: RankGroup) -> None:
-    """Raises ModelError, on every rank, when the model needs more than is `there` on some rank's device. Collective.
-    `there` None: unknown."""
+    """Raises ModelError, on every rank, when the model needs more than is `there` on some rank; None is unknown.
+    Collective."""
     device = parallel.device
     ranks = parallel.plan.world_size if device.type == "cpu" else 1  # processes that share this memory
     if not parallel.any(there is not None and need.total * ranks > there):
@@ -114,7 +110,7 @@ def check_fits(name: str, need: MemoryNeed, there: int | None, parallel: RankGro
 
 
 def check_has_device(device: torch.device, environment: Mapping[str, str]) -> None:
-    """Raises ModelError when torchrun has started more ranks on this machine than it has GPUs."""
+    """Raises ModelError when this machine has more ranks than GPUs."""
     local_rank, count = int(environment.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if device.type == "cuda" and device.index is None and local_rank >= count:
         raise ModelError(
@@ -124,7 +120,7 @@ def check_has_device(device: torch.device, environment: Mapping[str, str]) -> No
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Free memory of a GPU, or of this machine (or of the container that limits it); None if it is unknown."""
+    """Free memory of a GPU, or of this machine or container; None if it is unknown."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     memory = machine_memory()

@@ -16,8 +16,8 @@ class ActivationCheckpointConfig(BaseConfig):
     """Activations that are computed again in the backward pass instead of kept."""
 
     mode: AcMode = "full"
-    """Activations that a block keeps. full: its input only. attention: also attention's output, most of the work of
-    long rows. selective: attention's output and every second matrix product."""
+    """What a block keeps. full: its input. attention: also attention's output, most of the work of long rows.
+    selective: that and every second matrix product."""
 
     freq: int = Field(default=1, ge=1)
     """Every so many blocks; 1 means all, 2 every second."""
@@ -62,8 +62,7 @@ class LoraConfig(BaseConfig):
 
     modules_to_save: list[str] = Field(default_factory=list)
     """Modules to train whole beside the adapters, by the last part of their name or a whole one: lm_head, embed_tokens.
-    PEFT's folders hold them under this key. Engines take them merged alone: set
-    trainer.weight_broadcast.lora_adapter_only to false."""
+    Engines take them merged alone: set trainer.weight_broadcast.lora_adapter_only to false."""
 
 
 class TrainerModelConfig(ModelConfig):
@@ -82,12 +81,12 @@ class TrainerModelConfig(ModelConfig):
     """torch.compile of each block; auto: of large models on a GPU, false: none."""
 
     reshard_after_forward: bool | Literal["auto"] = "auto"
-    """Free a block's gathered parameters after each pass, and sum its gradients there. false: once a step, after its
-    last row, with memory for all parameters and float32 gradients. auto: false if that fits."""
+    """Free a block's gathered parameters and sum its gradients after each pass. false: once a step, with memory for all
+    parameters and float32 gradients. auto: false if that fits."""
 
     pass_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] | None = "auto"
-    """Tokens up to which short rows of a step go through the model together; None takes each row by itself. auto: 16384
-    on a GPU without an engine, as far as that needs no more checkpointing."""
+    """Tokens up to which rows of a step go through the model together; None: each by itself. auto: 16384 on a GPU
+    without an engine, as far as that needs no more checkpointing."""
 
     dp_replicate: int = Field(default=1, ge=1)
     """HSDP: groups of ranks that each hold the whole model, sharded within; 1 is plain FSDP."""
@@ -96,12 +95,11 @@ class TrainerModelConfig(ModelConfig):
     """Context parallel: ranks that share the tokens of a row, for rows longer than one GPU holds (Ulysses)."""
 
     tp: int = Field(default=1, ge=1)
-    """Tensor parallel: ranks that share each matrix product of dense layers; a mixture needs an ep that is a multiple
-    of it."""
+    """Tensor parallel: ranks that share each matrix product of dense layers; ep of a mixture must be a multiple."""
 
     ep: Annotated[int, Field(ge=1)] | Literal["auto"] = 1
-    """Expert parallel: ranks that divide a layer's experts and send each other their tokens. 1 shards experts like all
-    else; auto: as many ranks of this machine as can, if a row is short beside the experts."""
+    """Expert parallel: ranks that divide a layer's experts and send each other their tokens. 1: experts are sharded
+    like all else; auto: as many ranks of this machine as can, if a row is short beside the experts."""
 
     fsdp_cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in the host's memory; the optimizer runs there."""
@@ -113,8 +111,8 @@ class TrainerModelConfig(ModelConfig):
     """Numbers in which gradients are summed over ranks."""
 
     router_dtype: Literal["float32", "model"] = "model"
-    """Type of the logits of a mixture's routers, to be the same as inference.router_dtype: float32 sums without
-    rounding, model leaves it to the family."""
+    """Type of the logits of a mixture's routers, as inference.router_dtype: float32 sums without rounding, model leaves
+    it to the family."""
 
     lora: LoraConfig | None = None
     """Train adapters instead of the model; off unless given."""

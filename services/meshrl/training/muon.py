@@ -5,9 +5,8 @@
     W <- (1 - lr * decay) W - lr * 0.2 sqrt(max(M, N)) O     the size of AdamW's steps, so both share a rate and a decay
 
 https://kellerjordan.github.io/posts/muon/, scale and decay of arXiv 2502.16982; the numbers of torch.optim.Muon with
-adjust_lr_fn="match_rms_adamw". That one is right on a sharded matrix too, but then each of its products is a
-collective, 11 to 16 a matrix: here a matrix's update is gathered once, in bfloat16, every rank makes the whole O and
-keeps its own rows.
+adjust_lr_fn="match_rms_adamw". On a sharded matrix each product of that one is a collective, 11 to 16 a matrix: here an
+update is gathered once, in bfloat16, every rank makes the whole O and keeps its rows.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ EPSILON = 1e-7
 
 
 class Muon(torch.optim.Optimizer):
-    """Matrices alone; state is `momentum_buffer`, sharded as the parameter is. `step` is collective where it is."""
+    """State is `momentum_buffer`, sharded as the parameter is. `step` is collective where it is."""
 
     def __init__(self, params: Iterable[nn.Parameter], *, lr: float, weight_decay: float, momentum: float) -> None:
         """Raises ValueError for a parameter that is no matrix."""
@@ -37,7 +36,6 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], object] | None = None) -> None:  # type: ignore[override]  # there is no loss
-        """Updates every parameter that has a gradient."""
         assert closure is None, "gradients come from the learner"
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -54,7 +52,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(update_MN: torch.Tensor) -> torch.Tensor:
-    """Newton-Schulz iterations of a matrix, in its dtype (bfloat16 is enough): X <- a X + (b X X^T + c (X X^T)^2) X."""
+    """Newton-Schulz iterations, in the matrix's dtype: X <- a X + (b X X^T + c (X X^T)^2) X."""
     a, b, c = QUINTIC
     wide = update_MN.shape[0] <= update_MN.shape[1]  # the Gram matrix is that of the shorter side
     x = update_MN if wide else update_MN.T

@@ -1,6 +1,6 @@
 """Builds the optimizer, clips and measures gradients, and steps: the last part of a learner's step.
 
-Parameters may be sharded: a rank holds and updates its own part, and every measure is the same on all ranks.
+A rank holds and updates its own part of sharded parameters; every measure is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ OFFLOAD_PART_NUMEL = 64 * 2**20  # parameters whose state is on the device at on
 
 
 class Optimizer:
-    """One or several torch optimizers that step as one; each parameter belongs to one of the `parts`.
+    """Torch optimizers that step as one; each parameter belongs to one of the `parts`.
 
-    A checkpoint saves the state of the parts (`get_state_dict` and `set_state_dict` of torch.distributed.checkpoint
-    take them together), within `state_open`. With `offload` the state lies in the host's memory, pinned beside a GPU; a
-    step has one part's on the device at a time.
+    With `offload` their state lies in the host's memory, pinned beside a GPU; a step has one part's on the device at a
+    time.
     """
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer], *, offload: bool = False) -> None:
@@ -58,13 +57,13 @@ class Optimizer:
             _wait_for_copies()
 
     def empty_state(self, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
-        """Room for state of the parameter's shape and sharding, where its state lies between steps."""
+        """Room of the parameter's shape and sharding where its state lies between steps."""
         like = parameter.detach()
         return _on_host(like, dtype) if self._offload else torch.empty_like(like, dtype=dtype)
 
     @contextmanager
     def state_open(self) -> Iterator[None]:
-        """Here the parts' state may be read and replaced; replacements move to their place."""
+        """Inside, the parts' state may be read and replaced."""
         yield
         if self._offload:
             for part in self.parts:
@@ -76,12 +75,12 @@ def _on_host(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty_like(like, dtype=dtype, device=CPU, pin_memory=like.is_cuda)
 
 
-HostState = dict[torch.Tensor, dict[str, torch.Tensor]]  # by parameter and name; sharded as the parameter is
+HostState = dict[torch.Tensor, dict[str, torch.Tensor]]  # by parameter and name
 
 
 @torch.no_grad()
 def _to_device(part: torch.optim.Optimizer) -> HostState:
-    """Replaces the state by copies beside its parameters; gives what it was. Scalars stay where they are."""
+    """Replaces the state, but for scalars, by copies beside its parameters; returns what it was."""
     waiting: HostState = {}
     for parameter, state in part.state.items():
         for name, value in state.items():
@@ -110,12 +109,10 @@ def _wait_for_copies() -> None:
 
 
 def build_optimizer(model: PreTrainedModel, config: OptimConfig, *, cpu_offload: bool = False) -> Optimizer:
-    """The configured optimizer over the model's trainable parameters.
+    """The configured optimizer over the model's trainable parameters; vectors have no weight decay.
 
-    adamw (arXiv 1711.05101), sgd: vectors have no weight decay. muon (https://kellerjordan.github.io/posts/muon/): for
-    the matrices between embeddings and head, its steps scaled to the size of AdamW's (arXiv 2502.16982), so that one
-    rate serves both; the rest has AdamW.
-    Raises ValueError when nothing is trainable.
+    adamw: arXiv 1711.05101. muon is for the matrices between embeddings and head, its steps scaled to the size of
+    AdamW's, which the rest has, so that one rate serves both. Raises ValueError when nothing is trainable.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trainable:
@@ -147,10 +144,9 @@ def build_optimizer(model: PreTrainedModel, config: OptimConfig, *, cpu_offload:
 
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -> float:
-    """Scales gradients down to a global 2-norm of `max_norm` and returns the norm before; the same on every rank.
+    """Scales gradients down to a global 2-norm of `max_norm` and returns the norm before, the same on every rank.
 
-    With a gradient that is not finite the norm is not either; gradients are then left alone and the caller must not
-    step.
+    If that is not finite, gradients are left alone and the caller must not step.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     held = [gradient for gradient in gradients if local(gradient).numel()]
@@ -168,7 +164,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -
 
 
 def copies(tensor: torch.Tensor) -> int:
-    """How many ranks of the group have this rank's part of a tensor: all, if it is not sharded."""
+    """How many ranks of the group have this rank's part of a tensor."""
     if not isinstance(tensor, DTensor):
         return dist.get_world_size() if dist.is_initialized() else 1
     mesh = tensor.device_mesh
@@ -178,10 +174,8 @@ def copies(tensor: torch.Tensor) -> int:
 
 @torch.no_grad()
 def gradient_zeros(parameters: Iterable[nn.Parameter]) -> tuple[torch.Tensor, float]:
-    """How many trainable scalars have a gradient that is exactly zero or absent, as a scalar there, and how many exist.
-
-    Of this rank's parts; one that n ranks have counts as 1 / n on each. A high share means a dead path or a wrong mask.
-    """
+    """How many trainable scalars of this rank's parts have a gradient of exactly zero or none, and how many exist; one
+    that n ranks have counts as 1 / n on each. A high share means a dead path or a wrong mask."""
     of_all = 0.0
     gradients: defaultdict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
     for parameter in parameters:
@@ -205,8 +199,7 @@ def _adamw(parameters: Sequence[nn.Parameter], config: OptimConfig) -> torch.opt
 
 
 def _groups(parameters: Sequence[nn.Parameter], config: OptimConfig) -> list[dict[str, object]]:
-    """Vectors have no weight decay. Parameters sharded over another mesh, such as experts, step apart, as torch
-    requires."""
+    """Parameters sharded over another mesh, such as experts, step apart, as torch requires."""
     groups: dict[object, dict[str, object]] = {}
     for parameter in parameters:
         is_vector = parameter.ndim < 2
@@ -219,7 +212,7 @@ def _groups(parameters: Sequence[nn.Parameter], config: OptimConfig) -> list[dic
 
 
 def _divided(parameters: Sequence[nn.Parameter], divide: bool) -> Iterator[Sequence[nn.Parameter]]:
-    """The parameters in parts of about OFFLOAD_PART_NUMEL of this rank's scalars, or as they are."""
+    """In parts of about OFFLOAD_PART_NUMEL of this rank's scalars, or as they are."""
     part: list[nn.Parameter] = []
     numel = 0
     for parameter in parameters:

@@ -9,8 +9,8 @@ For N tokens, E experts of a layer and k of them for each token:
     router_replay_tokens   share of the tokens whose choice was given to the router
     router_replay_changed  share of those tokens' k experts each that the router would not have chosen itself
 
-All are means over the layers that have routers, with the tokens of all ranks and rows; the last two are there for
-router replay alone, and the confidence where a family's router has logits for the experts that it chooses among.
+All are means over the layers that have routers, with the tokens of all ranks and rows; the last two are of router
+replay alone, and the confidence of routers that have logits.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _SUMS = 5  # behind the loads: tokens, those with logits, their confidence, choi
 
 
 class RoutingWatch:
-    """Counts since `begin` what the routers of a model choose; nothing for a model without.
+    """Counts since `begin` what the routers of a model choose.
 
-    `tokens`: how many of a row's tokens count, the others being padding after them; None counts all.
+    `tokens`: how many of a row's tokens count, with padding after them; None counts all.
     """
 
     def __init__(self, routers: Routers) -> None:
@@ -39,7 +39,6 @@ class RoutingWatch:
             routers.watchers.append(self._look)
 
     def begin(self) -> None:
-        """Forgets what has passed so far."""
         self._counts = [None] * len(self._counts)
 
     def counts(self) -> NDArray[np.float64]:
@@ -51,7 +50,7 @@ class RoutingWatch:
         return np.concatenate(own or [np.zeros(0)])
 
     def metrics(self, counts: NDArray[np.float64], parallel: RankGroup) -> dict[str, float]:
-        """The metrics of all ranks' `counts`, the same on each; every rank calls it. Empty without routers."""
+        """The metrics of all ranks' `counts`; collective. Empty without routers."""
         if not self._experts:
             return {}
         summed = parallel.sum(counts)

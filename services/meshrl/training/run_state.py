@@ -1,8 +1,6 @@
-"""The trained side of one run and its progress: its parameters, optimizer, schedule, objective and accumulated
-gradient.
+"""The trained side of one run: parameters, optimizer, schedule, objective, gradient and progress.
 
-The learner has the model and the passes. A RunState belongs to one run, changes in the learner's calls only, and is
-what a checkpoint of the run restores.
+It changes in the learner's calls only, and is what a checkpoint of the run restores.
 """
 
 from __future__ import annotations
@@ -37,7 +35,6 @@ class TokenRecord:
 
     @classmethod
     def joined(cls, records: Sequence[TokenRecord]) -> TokenRecord:
-        """The tokens of one record after those of another."""
         names = cls.__dataclass_fields__
         return cls(**{name: np.concatenate([getattr(record, name) for record in records]) for name in names})
 
@@ -82,8 +79,7 @@ class RunState:
         run_id: str = "main",
         optim_cpu_offload: bool = False,
     ) -> RunState:
-        """A run at step 0 over the mounted set, or else the model's own trainable parameters. Raises ValueError without
-        any."""
+        """At step 0, over the mounted set or else the model's trainable parameters. Raises ValueError without any."""
         return cls(
             run_id=run_id,
             parameters=[parameter for parameter in model.parameters() if parameter.requires_grad],
@@ -101,7 +97,6 @@ class RunState:
         return self.step_done + 1
 
     def learning_rate(self) -> float:
-        """The rate of the next step."""
         return learning_rate(self.scheduler, peak=self.optim.lr, step=self.next_step, max_steps=self.max_steps)
 
     def drop_gradient(self) -> None:

@@ -1,7 +1,4 @@
-"""The start of a program that trains, on each rank: joining the group, loading the model, resuming a checkpoint.
-
-`trainer`, `sft` and their benches go through the same three calls, in this order.
-"""
+"""The start of a program that trains, on each rank: joining the group, loading the model, resuming a checkpoint."""
 
 from __future__ import annotations
 
@@ -43,10 +40,10 @@ def load_run(
     beside_engine: bool = False,
     random_weights: bool = False,
 ) -> tuple[Learner, RunState, TrainerModelConfig]:
-    """The learner with its model, the run at step 0, and the `model` section with each auto resolved. Collective.
+    """The learner, the run at step 0, and the `model` section with each auto resolved. Collective.
 
-    A row has up to `row_tokens`, a sample up to `seq_len`; the rest as in `resolve_auto` and `build_learner`. Raises
-    ModelError for a model that cannot be loaded or does not fit, and ValueError for settings that do not suit it.
+    A row has up to `row_tokens`, a sample up to `seq_len`; the rest, and errors, as in `resolve_auto` and
+    `build_learner`.
     """
     if config.torch_threads is not None:
         torch.set_num_threads(config.torch_threads)

@@ -1,4 +1,4 @@
-"""Metrics of a step that the trainer and sft log alike, under their names in the catalogue."""
+"""Metrics of a step that the trainer and sft log alike."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class DeviceUse:
         self._token_flops: float | None = None  # once the run's adapters are mounted
 
     def metrics(self, rows: Sequence[MicroBatch], *, tokens: int, seconds: float) -> dict[str, float]:
-        """Of a step that trained the rows of all ranks, which stand for `tokens`, in so many seconds."""
+        """Of a step with the rows of all ranks, which stand for `tokens`."""
         model, ranks = self._learner.model, self._learner.parallel.plan.world_size
         if self._token_flops is None:
             self._token_flops = token_flops(model)

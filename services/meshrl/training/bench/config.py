@@ -20,7 +20,7 @@ class BenchConfig(BaseConfig):
     """Steps before them, in which memory is claimed and kernels are compiled."""
 
     rows: int | None = Field(default=None, ge=1)
-    """Samples of seq_len tokens that a rank trains a step. None: as data.batch_size of sft has it, else 1."""
+    """Samples of seq_len tokens that a rank trains a step. None: data.batch_size of sft, else 1."""
 
     micro_batch_size: int = Field(default=1, ge=1)
     """Samples of seq_len tokens that go through the model at once; sft takes data.micro_batch_size."""
@@ -35,7 +35,7 @@ class BenchConfig(BaseConfig):
     """Start from random weights, for a folder with only a config.json."""
 
     num_layers: int | None = Field(default=None, ge=1)
-    """Take so many layers of the model's shape, with random weights; None takes all."""
+    """Take so many layers of the model, with random weights; None takes all."""
 
     balanced_routing: bool = False
     """Send equally many tokens to each expert, in place of the routers' choices; the table names it."""

@@ -13,10 +13,10 @@ from meshrl.wire.types.routes import Routes, narrowed
 def fake_batch(
     config: BenchConfig, *, seq_len: int, vocab_size: int, dp_size: int, seed: int, balanced: RoutedShape | None = None
 ) -> tuple[MicroBatch, ...]:
-    """`config.rows` samples for each of `dp_size` ranks, packed. The same seed gives the same batch.
+    """`config.rows` samples for each of `dp_size` ranks, packed.
 
     Variable lengths are lognormal with a spread of one e-fold around the median, cut at seq_len. With the shape of
-    routers to be `balanced`, tokens come with choices that go through the experts in turn.
+    routers to be `balanced`, tokens go through the experts in turn.
     """
     source = np.random.default_rng(seed)
     rows = (config.rows or 1) * dp_size

@@ -1,7 +1,7 @@
 """Measures a learner on fake data: throughput, model FLOPs utilisation, memory, and where a step's time goes.
 
-tokens/s    tokens of all rows over the time of a step, which ends when its numbers are on the CPU; of the median step
-MFU         the step's necessary floating-point operations (`step_flops`) over time, ranks and a device's peak
+tokens/s    tokens of all rows over the time of a step, which ends when its numbers are on the CPU
+MFU         the step's `step_flops` over time, ranks and a device's peak
 MFU 6N      the same with 6 operations a parameter even where it is frozen, as public LoRA tables count
 """
 
@@ -49,8 +49,7 @@ KERNEL_CLASSES: Mapping[str, Sequence[str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class BenchReport:
-    """Times and rates are medians over the measured steps, so that compiling a block or planning a new shape of row
-    does not count."""
+    """Times and rates are medians over the measured steps, so that compiling a block does not count."""
 
     model: str
     device: str
@@ -73,7 +72,7 @@ class BenchReport:
     trainable_parameters: int
     loss: float
     max_vio: float | None = None
-    """How unevenly a mixture of experts spread the last step's tokens, as RoutingWatch measures it."""
+    """Of the last step of a mixture of experts, as RoutingWatch measures it."""
     balanced_routing: bool = False
     kernel_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds of the traced step by class of kernel, and "idle"."""
@@ -103,8 +102,7 @@ class BenchReport:
 def bench_program(
     config: TrainingConfig, bench: BenchConfig, *, objective: Callable[[], Objective], seq_len: int
 ) -> None:
-    """`trainer --bench` and `sft --bench`: measures as one rank of the group, with the configured parts. Exits with 2
-    if a changed configuration would help."""
+    """`trainer --bench` and `sft --bench`. Exits with 2 if a changed configuration would help."""
     try:
         bench_rank(config, bench, objective=objective(), seq_len=seq_len, environment=os.environ)
     except (ModelError, ConfigError, ValueError) as error:  # what a changed configuration mends
@@ -120,7 +118,7 @@ def bench_rank(
     seq_len: int,
     environment: Mapping[str, str],
 ) -> BenchReport:
-    """Joins the group, builds the learner, measures, and on rank 0 writes and logs the report.
+    """Joins the group, measures, and on rank 0 writes and logs the report.
 
     Raises ModelError, and ValueError for settings that do not fit.
     """
@@ -147,7 +145,7 @@ def bench_rank(
 
 
 def run_bench(learner: Learner, run: RunState, config: BenchConfig, *, name: str, seq_len: int) -> BenchReport:
-    """Takes warm-up and measured steps on fake data; every rank calls it. The weights change."""
+    """Takes warm-up and measured steps on fake data; collective. The weights change."""
     vocab_size = int(learner.model.config.get_text_config().vocab_size)
     parallel = learner.parallel
     routed = learner.policy.routers.shape if config.balanced_routing else None
@@ -204,9 +202,9 @@ def run_bench(learner: Learner, run: RunState, config: BenchConfig, *, name: str
 
 @contextmanager
 def cut_shape(model: TrainerModelConfig, layers: int | None) -> Iterator[TrainerModelConfig]:
-    """The model, or the shape of its first layers in a temporary folder. Raises ModelError, ValueError.
+    """The model, or the shape of its first layers in a temporary folder, with lists such as layer_types cut as well.
 
-    Settings of each layer, such as layer_types, are lists as long as the model has layers, and are cut as well.
+    Raises ModelError, ValueError.
     """
     if layers is None:
         yield model

@@ -19,19 +19,17 @@ PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "B200": 2250e12, "A100": 312e12, "
 
 
 def token_flops(model: PreTrainedModel) -> float:
-    """Floating-point operations of a token beside attention. Walks the model, which takes tenths of a second."""
+    """Operations of a token beside attention. Walks the model, which takes tenths of a second."""
     return 4.0 * active_parameters(model) + 2.0 * active_parameters(model, trainable_only=True)
 
 
 def step_flops(model: PreTrainedModel, micro_batches: Sequence[MicroBatch], a_token: float | None = None) -> float:
-    """Floating-point operations that forward and backward need, over all micro-batches; `a_token` is `token_flops`.
+    """Operations that forward and backward need, over all micro-batches; `a_token` is `token_flops`.
 
-    A token costs 2 for each parameter that it goes through (`active_parameters`) forward, 2 for the gradient of what
-    came in, and 2 for the parameter's own gradient where it is trained (so 6 in full training and 4 for a frozen one;
-    PaLM, arXiv 2204.02311, appendix B). Attention costs 12 * layers * heads * head size a pair of tokens, within
-    samples, counted once for the causal half: a factor of 6 on length squared. What is computed twice, such as
-    checkpointed activations, counts once; so does a prefix that samples share: of a sample after a prefix only its own
-    tokens cost.
+    A token costs 2 for each of its `active_parameters` forward, 2 for the gradient of what came in, and 2 for the
+    parameter's own gradient where it is trained (PaLM, arXiv 2204.02311, appendix B). Attention costs 12 * layers *
+    heads * head size a pair of tokens of a sample, half of it for causality: a factor of 6 on length squared. What is
+    computed twice, such as checkpointed activations, counts once, and so does a prefix that samples share.
     """
     config = model.config.get_text_config()
     heads = int(getattr(config, "num_attention_heads", 0))
@@ -46,7 +44,7 @@ def step_flops(model: PreTrainedModel, micro_batches: Sequence[MicroBatch], a_to
 
 
 def peak_flops(device: torch.device, *, size: int = 512, seconds: float = 0.05) -> float:
-    """Peak FLOP/s for MFU: the data sheet's for a known GPU, else a measured float32 product's."""
+    """The data sheet's FLOP/s of a known GPU, else those of a measured float32 product."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         for known, peak in PEAK_FLOPS.items():

@@ -3,9 +3,8 @@
     <output_dir>/checkpoints/step_N/trainer/   model, optimizer, progress and random state of every rank
     <output_dir>/weights/step_N/               Hugging Face folder (with lora_adapters/ beside the merged weights)
 
-Tensors are in torch's distributed checkpoint format, every rank writing its own, and can be read by any number of
-ranks. The schedule is a function of the step, so the step is all of it that needs saving. A folder under its final
-name is whole on all ranks and on disk. All ranks call each method, in the same order.
+Tensors are in torch's distributed checkpoint format, every rank writing its own, for any number of ranks to read. A
+folder under its final name is whole on all ranks and on disk. All ranks call each method, in the same order.
 """
 
 from __future__ import annotations
@@ -88,10 +87,10 @@ class Checkpointer:
     ) -> None:
         """`snapshot_dtype` is that of the Hugging Face folders, None the one that the weights are trained in.
 
-        `base` is the model that the learner was built from, whose folder gives snapshots what training leaves alone.
-        `adapters_of` names the model under the adapters, and has these written on their own as well; without `merges`
-        snapshots are these alone. Leftovers of a killed process are deleted. Collective. Raises CheckpointError when
-        a snapshot of this model could not be written.
+        `base` is the model that was loaded, of which snapshots keep what training leaves alone. `adapters_of` names the
+        model under the adapters, and has these written on their own as well; without `merges` snapshots are these
+        alone. Leftovers of a killed process are deleted. Collective. Raises CheckpointError when a snapshot of this
+        model could not be written.
         """
         self.progress = TrainingProgress()
         self._learner = learner
@@ -134,7 +133,7 @@ class Checkpointer:
         """Writes the state after the last step and returns its folder. The same step again is a no-op.
 
         Another run's folder there is replaced. Raises CheckpointError, on all ranks, when one of them cannot write, or
-        for an earlier save in the background.
+        an earlier save in the background could not.
         """
         self.wait_for_save()
         with self._run.optimizer.state_open():
@@ -147,8 +146,8 @@ class Checkpointer:
     ) -> None:
         """Copies the state to the host's memory and writes it on a thread; waits first for the save under way.
 
-        `on_durable` gets the step and its folder, on that thread. The next call of `check`, `wait_for_save` or a save
-        raises a failure.
+        `on_durable` gets the step and its folder, on that thread. The next `check`, `wait_for_save` or save raises a
+        failure.
         """
         self.wait_for_save()
         with self._run.optimizer.state_open():
@@ -204,10 +203,10 @@ class Checkpointer:
                 ) from error
 
     def prune(self, config: CheckpointConfig) -> None:
-        """Deletes checkpoints and snapshots beyond `keep_last`, sparing multiples of `keep_interval` and pinned steps.
+        """Deletes checkpoints and snapshots beyond `keep_last`, but not the newest, multiples of `keep_interval` and
+        pinned steps.
 
-        The newest checkpoint always stays. Other programs' parts of a step go with this one's. The next save retries
-        what cannot be deleted.
+        Other programs' parts of a step go with this one's. The next save retries what cannot be deleted.
         """
         if not self._group.plan.leads:
             return
@@ -234,9 +233,9 @@ class Checkpointer:
     def restore(self, step: int) -> int:
         """Loads model, optimizer, progress and random state; -1 takes the newest checkpoint. Returns the step.
 
-        With another number of ranks a rank's random state starts anew from seed, step and rank. Checkpoints of later
-        steps are set aside, since the run goes another way from here. Raises CheckpointError, on all ranks, when there
-        is none to resume from, or it is damaged or of another model.
+        With another number of ranks random states start anew. Checkpoints of later steps are set aside, since the run
+        goes another way from here. Raises CheckpointError, on all ranks, when there is none to resume from, or it is
+        damaged or of another model.
         """
         step, manifest = self._found(step)
         self._read(self._folder(step), manifest, with_optimizer=True)
@@ -245,9 +244,9 @@ class Checkpointer:
         return step
 
     def start_from(self, checkpoints: Path, step: int, *, with_optimizer: bool) -> None:
-        """Goes on from a checkpoint of another run, below `checkpoints`, and saves that as this run's first.
+        """Goes on from another run's checkpoint, below `checkpoints`, and saves that as this run's first.
 
-        Without `with_optimizer` only its weights are taken, for step 0. Raises CheckpointError as `restore` and `save`.
+        Without `with_optimizer` its weights alone, for step 0. Raises CheckpointError as `restore` and `save`.
         """
         folder = step_folder(checkpoints, step) / PART
         manifest = self._group.together("read the checkpoint", lambda: CheckpointContents.read(folder, step=step))
@@ -334,7 +333,6 @@ class Checkpointer:
         )
 
     def _write(self, job: _Job) -> None:
-        """Writes beside the final place, and renames once every rank has written."""
         weights = None if job.weights is None else self._weights_folder(job.step)
         shards = None if job.tensors is None else self._folder(job.step)
         parts = [folder for folder in (weights, shards) if folder is not None]
@@ -395,8 +393,7 @@ class Checkpointer:
     # --- folders ------------------------------------------------------------------------------------
 
     def _leave_other_branch(self, step: int) -> None:
-        """Sets aside later steps' checkpoints, of another run or from before this one went back: -1 must not take
-        them."""
+        """Sets aside later steps' checkpoints, of another run or from before this one went back."""
         self._on_branch = True
         if not self._group.plan.leads:
             return

@@ -1,8 +1,7 @@
 """Folders that appear on disk whole or not at all, and the manifest in each; the checkpointer writes these.
 
-A folder is written as `NAME.partial`, flushed, and renamed into place, so that neither a kill nor a power cut leaves a
-half of it under its name. A folder is deleted by way of `NAME.deleted`. Leftovers of both kinds are deleted at the
-next start.
+A folder is written as `NAME.partial`, flushed, and renamed, so that neither a kill nor a power cut leaves a half of it
+under its name. It is deleted by way of `NAME.deleted`. The next start deletes leftovers of both kinds.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class FileMark:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointContents:
-    """A checkpoint's description of itself; the last file that is written into it."""
+    """A checkpoint's manifest; the last file that is written into it."""
 
     step: int
     ranks: int
@@ -54,10 +53,9 @@ class CheckpointContents:
 
     @classmethod
     def read(cls, folder: Path, *, step: int | None = None) -> CheckpointContents:
-        """Reads it; `step` is the one in the folder's name.
+        """`step` is the one in the folder's name. Manifests older than checksums are read without that check.
 
         Raises CheckpointError for a folder that this program did not write, or that is damaged or of another step.
-        Manifests older than checksums are read without that check.
         """
         try:
             text = (folder / MANIFEST).read_text(encoding="utf-8")
@@ -111,7 +109,7 @@ def mark(path: Path) -> FileMark:
 
 
 def verify(folder: Path, files: Iterable[tuple[str, FileMark]]) -> None:
-    """Raises CheckpointError unless the files are there as they were written."""
+    """Raises CheckpointError unless the files are as they were written."""
     for name, wanted in files:
         try:
             found = mark(folder / name)
@@ -155,7 +153,7 @@ def discard_partial(folder: Path) -> None:
 
 
 def supersede(folder: Path) -> Path:
-    """Renames a folder whose continuation is given up, so that it is not the newest. Returns its new path."""
+    """Renames a folder so that it is not the newest step. Returns its new path."""
     aside = folder.with_name(SUPERSEDED + folder.name)  # nobody who looks for steps finds it
     _remove_tree(aside)
     folder.rename(aside)
@@ -164,7 +162,7 @@ def supersede(folder: Path) -> Path:
 
 
 def sweep(root: Path, part: str | None) -> None:
-    """Deletes a killed process's leftovers among the steps under `root`, or among parts of steps."""
+    """Deletes a killed process's leftovers among the steps under `root`, and among their parts of that name."""
     for step in steps_in(root):
         folder = step_folder(root, step)
         leftovers = [folder / (part + suffix) for suffix in (PARTIAL, DELETED)] if part is not None else []
@@ -181,10 +179,8 @@ def sweep(root: Path, part: str | None) -> None:
 def surplus(
     steps: Iterable[int], *, keep_last: int | None, keep_interval: int | None, pinned: Container[int] = ()
 ) -> set[int]:
-    """The steps to delete: all but the newest `keep_last`, the multiples of `keep_interval` and those that are pinned.
-
-    None is no limit.
-    """
+    """The steps to delete: all but the newest `keep_last`, multiples of `keep_interval` and pinned ones. None is no
+    limit."""
     if keep_last is None:
         return set()
     older = (step for step in sorted(steps)[:-keep_last] if step not in pinned)

@@ -1,8 +1,4 @@
-"""The ranks of a training group while they save or load a checkpoint; used by the checkpointer.
-
-A failure on one rank fails on all, with an error that names the rank. The ranks have a control group of their own, so
-that a save in the background never mixes with the collectives of a step.
-"""
+"""The ranks of a training group while they save or load a checkpoint: a failure on one is a failure on all."""
 
 from __future__ import annotations
 
@@ -26,18 +22,19 @@ _NEEDED = (
 
 
 class SavingRanks(RankGroup):
-    """The ranks of another RankGroup, with a control group of their own; for one thread at a time on each rank."""
+    """The ranks of another RankGroup, with a control group of their own, so that a save in the background never mixes
+    with a step's collectives; for one thread at a time."""
 
     @classmethod
     def beside(cls, parallel: RankGroup, *, timeout_s: float) -> SavingRanks:
-        """Collective. `timeout_s` bounds the wait for a rank that is slow to write."""
+        """Collective. `timeout_s` bounds the wait for a slow rank."""
         control = None
         if parallel.control is not None:
             control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         return cls(parallel.plan, control=control)
 
     def together(self, what: str, action: Callable[[], Result]) -> Result:
-        """Runs `action` on every rank; returns this rank's result. Raises CheckpointError on all when one fails."""
+        """Runs `action` on every rank. Raises CheckpointError on all when one fails."""
         try:
             result = action()
         except (OSError, SafetensorError, CheckpointError, CheckpointException) as error:
@@ -51,7 +48,7 @@ class SavingRanks(RankGroup):
 
 
 def reason(error: BaseException) -> str:
-    """An error in a line, where torch's own shows the tracebacks of all ranks."""
+    """The error in a line; torch's own shows all ranks' tracebacks."""
     if isinstance(error, CheckpointException):
         return "; ".join(f"rank {rank}: {failure}" for rank, (failure, _) in sorted(error.failures.items()))
     return str(error)

@@ -1,7 +1,7 @@
 """The tensors from which a run resumes exactly, by name.
 
-Read and restored by the checkpointer. Names are the model's own, whatever the sharding, so that another number of ranks
-can read the state; the settings of the optimizer come from the configuration and are not part of it.
+Names are the model's own, whatever the sharding, so that another number of ranks can read the state. The optimizer's
+settings are no part of it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ _MODEL, _OPTIMIZER = "model", "optimizer"
 
 
 def run_tensors(model: nn.Module, run: RunState) -> dict[str, torch.Tensor]:
-    """The run's trained tensors and its optimizer's state, sharing memory with model and run; every rank's own shards.
+    """The run's trained tensors and its optimizer's state, this rank's shards, sharing memory with model and run.
 
-    A run over a set has its adapters, which must be mounted, and the modules trained whole beside them; another has all
-    parameters and persistent buffers. Keys are `model/NAME` and `optimizer/KEY/NAME`. For use within
-    `run.optimizer.state_open()`.
+    A run over a set has its adapters, which must be mounted, and modules trained whole; another has all parameters and
+    persistent buffers. Keys are `model/NAME` and `optimizer/KEY/NAME`. For use within `run.optimizer.state_open()`.
     """
     parameters = dict(model.named_parameters())
     if run.adapters is not None:
@@ -57,7 +56,7 @@ def _owners(run: RunState) -> dict[torch.Tensor, torch.optim.Optimizer]:
 def tensors_to_fill(
     model: nn.Module, run: RunState, saved: Metadata, folder: Path, *, with_optimizer: bool = True
 ) -> dict[str, torch.Tensor]:
-    """Where the tensors of a saved state go: into the run's own, and new ones for an optimizer without state.
+    """The tensors to load a saved state into: the run's own, and new ones for an optimizer without state.
 
     Raises CheckpointError when the state is of another model, or of other trainable parameters.
     """
@@ -111,7 +110,7 @@ def _check_same_model(own: Mapping[str, torch.Tensor], held: Mapping[str, object
 
 
 def take_over(model: nn.Module, run: RunState, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Gives the optimizer the state in `tensors`; the model's tensors are already filled."""
+    """Gives the optimizer its state in `tensors`."""
     owners, parameters = _owners(run), dict(model.named_parameters())
     for part in run.optimizer.parts:
         part.state.clear()

@@ -1,7 +1,7 @@
-"""Writes a policy as a Hugging Face folder, which any reader of such folders loads; used by the checkpointer.
+"""Writes a gathered state as a Hugging Face folder.
 
-The state comes gathered and in Hugging Face names. Its configuration, ties and files come from an outline, the model
-without storage, so that writing never touches the model that trains.
+Configuration, ties and files come from an outline, the model without storage, so that writing never touches the model
+that trains.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ADAPTERS = "lora_adapters"
 
 
 class WeightsWriter:
-    """Writes snapshots of one model, in `dtype`. Made where the model trains; `write` may run on another thread."""
+    """Writes snapshots of one model, in `dtype`; `write` may run on another thread."""
 
     def __init__(
         self,
@@ -37,10 +37,10 @@ class WeightsWriter:
         base: ModelConfig | None = None,
         base_name: str | None = None,
     ) -> None:
-        """`base` is the model that was loaded, whose generation_config.json snapshots keep.
+        """`base` is the model that was loaded, whose generation_config.json snapshots keep; `base_name` is that under
+        the adapters, when those are written on their own as well.
 
-        `base_name` is the model under the adapters, when those are written on their own as well. Tries an outline of a
-        snapshot, without weights. Raises CheckpointError for a model that cannot be written.
+        Writes a snapshot without weights to try it. Raises CheckpointError for a model that cannot be written.
         """
         self._tokenizer = tokenizer
         self._adapter_config = None if base_name is None else adapter_config(model, base_name)
@@ -66,7 +66,7 @@ class WeightsWriter:
             ) from error
 
     def write(self, folder: Path, state: Mapping[str, torch.Tensor], adapters: Mapping[str, torch.Tensor]) -> None:
-        """Fills an empty folder with weights, configurations, the tokenizer and the adapters. Raises OSError."""
+        """A SnapshotWriter; adds configurations and the tokenizer."""
         self._outline.save_pretrained(folder, state_dict=dict(state), max_shard_size=MAX_FILE_SIZE)
         (folder / GENERATION_CONFIG).unlink(missing_ok=True)
         if self._generation_config is not None:

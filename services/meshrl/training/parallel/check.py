@@ -1,7 +1,5 @@
-"""Refuses layouts that a model cannot be trained in, before its weights are loaded: each in one sentence.
-
-Whether the sizes divide the ranks is checked before, where the ParallelPlan is made.
-"""
+"""Refuses layouts that a model cannot be trained in, before its weights are loaded. That sizes divide the ranks is
+checked by the ParallelPlan."""
 
 from __future__ import annotations
 
@@ -25,10 +23,7 @@ def check_layout(model: PreTrainedModel, config: TrainerModelConfig, plan: Paral
 
 
 def context_reason(model: PreTrainedModel, cp: int, tp: int = 1) -> str | None:
-    """Why `cp` ranks cannot share a row of the model, and what to do instead; None when they can.
-
-    `tp` ranks share its products, and so its heads.
-    """
+    """Why `cp` ranks cannot share a row, and what to do instead; None when they can. `tp` ranks share the heads."""
     text = model.config.get_text_config()
     if (reason := unpacked_reason(model)) is not None:
         return f"{reason}, which needs all tokens of a sample in one place; set model.cp = 1, and model.ac for memory"

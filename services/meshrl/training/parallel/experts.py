@@ -2,8 +2,7 @@
 
 Ranks first exchange how many tokens go to each expert: the one thing in a layer that the host waits for, while the
 device gathers the tokens. All reordering is by permutations with known inverses, so gradients are gathered, not added
-up. FSDP then shards each rank's experts over the ranks that keep the same ones. transformers has the families that this
-works for (`base_model_ep_plan`) and the experts' products.
+up. FSDP then shards each rank's experts over the ranks that keep the same ones. Families: `base_model_ep_plan`.
 
 Shapes: T tokens, K experts of each, S = T K pairs, M pairs that this rank is sent, R ranks, E experts of a rank, H
 hidden size.
@@ -34,7 +33,7 @@ Compute = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def experts_reason(model: PreTrainedModel, ep: int) -> str | None:
-    """Why the experts of the model cannot be divided among `ep` ranks, and what to do; None when they can."""
+    """Why `ep` ranks cannot divide the experts, and what to do; None when they can."""
     layers = expert_layers(model, model.config)
     if not layers:
         return "it has no experts; set model.ep = 1"
@@ -48,9 +47,8 @@ def experts_reason(model: PreTrainedModel, ep: int) -> str | None:
 def divide_experts(model: PreTrainedModel, mesh: DeviceMesh, tensor: DeviceMesh | None) -> list[nn.Module]:
     """Leaves each rank its experts of a model without storage; returns the modules that hold them.
 
-    `mesh` is that of ParallelPlan.experts_shape. The ranks of `tensor` have the same tokens, of which each sends some
-    to their experts. These modules must not be compiled (see `prepare_blocks`): all ranks exchange tokens in the order
-    of the program.
+    `mesh` is that of ParallelPlan.experts_shape. The ranks of `tensor` have the same tokens, of which each sends some.
+    These modules must not be compiled: all ranks exchange tokens in the order of the program.
     """
     ranks, share = mesh[EXPERTS], None if tensor is None else TensorShare.of(tensor.get_group())
     modules = [layer.module for layer in expert_layers(model, model.config)]
@@ -136,7 +134,7 @@ def _products(experts: Any, tokens_MH: torch.Tensor, tokens_E: torch.Tensor) -> 
 
 
 def _by_expert(received_RE: torch.Tensor, pairs: int) -> torch.Tensor:
-    """The order (M,) that sorts the pairs of all ranks, each sorted by experts, as a whole."""
+    """The order (M,) that sorts the pairs of all ranks, which come sorted rank by rank."""
     of_sender = (received_RE.flatten().cumsum(0) - received_RE.flatten()).view_as(received_RE)
     lengths = received_RE.t().flatten()
     shift = of_sender.t().flatten() - (lengths.cumsum(0) - lengths)
@@ -148,7 +146,7 @@ def _inverse(order: torch.Tensor) -> torch.Tensor:
 
 
 def _to_host(numbers: torch.Tensor) -> Callable[[], Any]:
-    """Begins to copy numbers to the host; the result waits for them alone, not for later work of the device."""
+    """Begins to copy numbers to the host; the result waits for them alone, not for the device's later work."""
     if not numbers.is_cuda:
         return numbers.tolist
     host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)

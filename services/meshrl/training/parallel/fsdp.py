@@ -1,7 +1,6 @@
-"""Prepares a policy's blocks for training: checkpointed, compiled, then sharded over the mesh (FSDP2); before a step.
+"""Prepares a policy's blocks for training: checkpointed, compiled, then sharded over the mesh (FSDP2), in this order.
 
-The order matters: activation checkpointing inside torch.compile inside `fully_shard`. Checkpointing and compilation
-replace a block's `forward`, not the block, so that every parameter keeps its Hugging Face name.
+Checkpointing and compilation replace a block's `forward`, so that every parameter keeps its Hugging Face name.
 """
 
 from __future__ import annotations
@@ -57,10 +56,8 @@ _ATTENTION = frozenset(
 
 
 def transformer_blocks(model: PreTrainedModel) -> list[nn.Module]:
-    """The repeated layers of a model: the members of its lists whose classes transformers does not split.
-
-    Without such a class, the longest list. Raises ValueError without any list.
-    """
+    """The repeated layers of a model: members of its lists whose classes transformers does not split, or else the
+    longest list. Raises ValueError without any list."""
     lists = [list(module) for module in model.base_model.modules() if isinstance(module, nn.ModuleList)]
     whole = set(model._no_split_modules or ())
     blocks = [module for each in lists for module in each if type(module).__name__ in whole]
@@ -71,7 +68,6 @@ def transformer_blocks(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def prepare_blocks(policy: PackedPolicy, config: TrainerModelConfig) -> None:
-    """Checkpoints and compiles the blocks as configured."""
     blocks = transformer_blocks(policy.model)
     checkpointed: list[nn.Module] = []
     if isinstance(config.ac, ActivationCheckpointConfig):  # auto_settings has chosen before
@@ -107,11 +103,10 @@ def shard(
     compute_dtype: torch.dtype,
     divided: Sequence[nn.Module] = (),
 ) -> None:
-    """Shards each block, and then the rest (embeddings, last norm, head), over the mesh of the group, if any.
+    """Shards each block, and then the rest (embeddings, last norm, head), over the mesh of the group.
 
-    Parameters are gathered in `compute_dtype`, but for those of routers that engines compute in float32; gradients are
-    summed over the ranks, in `reduce_dtype`. The modules of `divide_experts`, `divided`, are sharded over the ranks
-    with the same experts.
+    Parameters are gathered in `compute_dtype`, but for routers that engines compute in float32; gradients are summed in
+    `reduce_dtype`. The modules of `divide_experts`, `divided`, are sharded over the ranks with the same experts.
     """
     assert parallel.mesh is not None, "a group of one on a CPU shards nothing"
     reshard = config.reshard_after_forward is not False
@@ -146,7 +141,7 @@ def _float32_routers(model: PreTrainedModel) -> Iterator[nn.Module]:
 
 
 class StepPasses:
-    """The passes of a step's rows through a sharded policy: what its units keep between them.
+    """What the units of a sharded policy keep between the rows of a step.
 
     With `reshard_after_forward` false, parameters stay gathered, and gradients are added up on each rank and summed
     over the ranks after the last row. A unit on one rank alone sums nothing: its total becomes the gradient of its
@@ -168,7 +163,6 @@ class StepPasses:
             cast("nn.Module", unit).register_forward_pre_hook(lambda module, _: self._used.add(module))
 
     def before_row(self, *, last: bool) -> None:
-        """To be called before the forward and backward pass of each row."""
         for unit in self._units:
             waits = unit in self._waiting and not (last and unit not in self._alone)
             unit.set_reshard_after_backward(last or not self._gathered, recurse=False)
@@ -176,7 +170,7 @@ class StepPasses:
             unit.set_requires_gradient_sync(not waits or unit not in self._used, recurse=False)
 
     def after_rows(self) -> None:
-        """To be called after the last row: every gradient is then that of the sharded parameter."""
+        """Makes every gradient that of the sharded parameter."""
         for unit in self._alone:
             for parameter in _group(unit).fsdp_params:
                 if parameter.unsharded_accumulated_grad is not None:
@@ -199,12 +193,12 @@ class StepPasses:
 
 
 def _group(unit: FSDPModule) -> Any:
-    """The parameters of a unit, None without any: torch has no other way to gradients that are not yet summed."""
+    """The unit's parameters, if any: torch has no other way to gradients that are not yet summed."""
     return unit._get_fsdp_state()._fsdp_param_group
 
 
 def reshard(policy: nn.Module) -> None:
-    """Frees what a pass without a backward pass has left gathered: parameters are the master weights again."""
+    """Frees what a pass without a backward pass has left gathered."""
     for unit in _units(policy):
         unit.reshard()
 
@@ -240,7 +234,7 @@ def _offloaded(forward: Callable[..., object], config: ActivationOffloadConfig) 
 
 
 def _selective_contexts(*, products: bool) -> tuple[object, object]:
-    """Keeps attention's output and, with `products`, every second matrix product: slow to repeat, cheap to keep."""
+    """Keeps attention's output and, with `products`, every second matrix product."""
     SAC_IGNORED_OPS.update(_MARKS)
     seen = {True: 0, False: 0}
 
@@ -258,7 +252,7 @@ def _selective_contexts(*, products: bool) -> tuple[object, object]:
 
 
 def _to_host(smallest: int, tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
-    """Copies a large saved activation to pinned memory; the stream's order keeps the copy before any reuse."""
+    """To pinned memory; the stream's order keeps the copy before any reuse."""
     if not tensor.is_cuda or tensor.is_leaf or tensor.nbytes < smallest:
         return tensor.device, tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

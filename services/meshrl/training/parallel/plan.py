@@ -1,8 +1,4 @@
-"""ParallelPlan: how the ranks of a training group divide the work. Arithmetic only, without torch or a process group.
-
-Made once at the start from torchrun's variables. `RankGroup` builds the process groups that it describes; the learner,
-the checkpointer, the loops and the publisher ask it which rows, files and bytes are a rank's own, and none of them
-counts ranks by itself.
+"""ParallelPlan: how the ranks of a training group divide the work. Arithmetic only; `RankGroup` has the process groups.
 
 Ranks are numbered along the mesh, the last dimension fastest:
 
@@ -31,7 +27,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelPlan:
-    """One rank's view of the group; without arguments, a process on its own. Raises ValueError for a wrong rank."""
+    """One rank's view of the group; without arguments, a process on its own."""
 
     rank: int = 0
     local_rank: int = 0  # among the ranks of this machine, and so the index of its GPU
@@ -55,10 +51,8 @@ class ParallelPlan:
     def from_environment(
         cls, environment: Mapping[str, str], *, dp_replicate: int = 1, cp: int = 1, tp: int = 1, ep: int = 1
     ) -> ParallelPlan:
-        """The plan of the group that torchrun's RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE describe.
-
-        Sizes are those of the `model` section. Raises ValueError when they do not divide the number of ranks.
-        """
+        """The plan by torchrun's RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE. Raises ValueError when the sizes do
+        not divide the ranks."""
         world_size = int(environment.get("WORLD_SIZE", "1"))
         taken, takers = 1, ""
         for key, size in (("dp_replicate", dp_replicate), ("cp", cp), ("tp", tp)):
@@ -85,37 +79,34 @@ class ParallelPlan:
 
     @property
     def world_size(self) -> int:
-        """All ranks."""
         return self.dp_replicate * self.dp_shard * self.cp * self.tp
 
     @property
     def is_alone(self) -> bool:
-        """Whether this process is the whole group."""
         return self.world_size == 1
 
     @property
     def leads(self) -> bool:
-        """Whether this is rank 0, which serves, and writes shared files."""
+        """Rank 0 serves, and writes shared files."""
         return self.rank == 0
 
     @property
     def reports(self) -> bool:
-        """Whether this rank's measures of its rows count: of the ranks that share rows, one does."""
+        """Whether this rank's measures of its rows count: of ranks that share rows, one does."""
         return self.rank % (self.cp * self.tp) == 0
 
     @property
     def on_one_host(self) -> bool:
-        """Whether all ranks are on this machine."""
         return self.local_world_size == self.world_size
 
     @property
     def mesh_shape(self) -> dict[str, int]:
-        """The dimensions of the mesh of all ranks, by name, outermost first: FSDP shards over those before tp."""
+        """The dimensions of all ranks' mesh, outermost first: FSDP shards over those before tp."""
         return self._copies | {SHARD: self.dp_shard * self.cp} | ({TENSOR: self.tp} if self.tp > 1 else {})
 
     @property
     def experts_shape(self) -> dict[str, int]:
-        """The dimensions of the mesh over which experts are divided, and then sharded; of all ranks, as above."""
+        """The dimensions of the mesh over which experts are divided, and then sharded."""
         return self._copies | {EXPERTS_SHARD: self.shards // self.ep, EXPERTS: self.ep}
 
     @property
@@ -124,7 +115,7 @@ class ParallelPlan:
 
     @property
     def layout(self) -> str:
-        """The dimensions of more than one rank, for a person; "one rank" where there is none."""
+        """For a person: the dimensions of more than one rank, or "one rank"."""
         sizes = ((name, getattr(self, name)) for name in ("dp_replicate", "dp_shard", "cp", "tp", "ep"))
         return ", ".join(f"{name} {size}" for name, size in sizes if size > 1) or "one rank"
 
@@ -132,16 +123,14 @@ class ParallelPlan:
 
     @property
     def dp_size(self) -> int:
-        """Ranks (or groups of cp * tp ranks) that train different rows."""
+        """Groups of cp * tp ranks, which train different rows."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def dp_rank(self) -> int:
-        """Which of them this rank belongs to."""
         return self.rank // (self.cp * self.tp)
 
     def own_rows(self, micro_batches: Iterable[MicroBatch]) -> list[MicroBatch]:
-        """The micro-batches that this rank trains, in order."""
         return [micro_batch for micro_batch in micro_batches if micro_batch.dp_rank == self.dp_rank]
 
     # --- weights: who holds and sends what ------------------------------------------------------------
@@ -153,7 +142,7 @@ class ParallelPlan:
 
     @property
     def num_senders(self) -> int:
-        """Ranks that send a version's bytes, each the rows that it holds: the first ranks, which hold one copy."""
+        """Ranks that send a version's bytes, each the rows that it holds: the first copy's."""
         return self.shards
 
     @property
@@ -165,5 +154,5 @@ class ParallelPlan:
     # --- files: who reads what ------------------------------------------------------------------------
 
     def share(self, items: Sequence[Item]) -> Sequence[Item]:
-        """This rank's share of work that any rank can do, such as the verification of a checkpoint's files."""
+        """This rank's share of work that any rank can do."""
         return items[self.rank :: self.world_size]

@@ -1,8 +1,7 @@
-"""RankGroup: the process groups of a ParallelPlan, this rank's device, and the few collectives that carry plain data.
+"""RankGroup: the process groups of a ParallelPlan, this rank's device, and the collectives of plain data.
 
-Joined once by each rank of the trainer and of sft, before any other collective. Model data moves over the device's
-backend (NCCL or gloo) through the mesh; everything else, such as a batch, a record or a vote, over a gloo group on the
-CPU, so that it never waits behind a kernel.
+Model data moves over the device's backend (NCCL or gloo) through the mesh; everything else, such as a batch, a record
+or a vote, over a gloo group on the CPU, so that it never waits behind a kernel.
 """
 
 from __future__ import annotations
@@ -28,10 +27,9 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 class RankGroup:
     """One rank in its group; without arguments, a process on its own.
 
-    plan: who does what. device: where this rank computes. mesh: what FSDP shards over, the dimensions of
-    `plan.mesh_shape` but for tp; None without sharding (one process on a CPU). tensor: that of tp, if any. experts:
-    those of `plan.experts_shape`; None if experts are sharded as all else. context: the ranks that share this rank's
-    rows; None if it has its own. control: gloo group for data on the CPU; None in a group of one.
+    mesh: what FSDP shards over, the dimensions of `plan.mesh_shape` but for tp; None without sharding (one process on a
+    CPU). tensor: that of tp, if any. experts: those of `plan.experts_shape`; None if experts are sharded as all else.
+    context: the ranks that share this rank's rows, if any. control: gloo group for plain data; None in a group of one.
     """
 
     def __init__(
@@ -55,12 +53,11 @@ class RankGroup:
 
     @property
     def rank(self) -> int:
-        """The plan's, for those that only exchange messages over this group."""
+        """The plan's, for users of the collectives alone."""
         return self.plan.rank
 
     @property
     def world_size(self) -> int:
-        """See `rank`."""
         return self.plan.world_size
 
     @classmethod
@@ -75,10 +72,10 @@ class RankGroup:
         ep: int = 1,
         timeout_s: float = COLLECTIVE_TIMEOUT_S,
     ) -> RankGroup:
-        """Joins the group that torchrun's RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT describe.
+        """Joins the group that torchrun's variables describe; before any other collective.
 
         A GPU without torchrun becomes a group of one, since sharding also mixes precisions; a CPU without torchrun
-        needs no group. Raises ValueError when dp_replicate, cp, tp and ep do not divide the group.
+        needs none. Raises ValueError when dp_replicate, cp, tp and ep do not divide the group.
         """
         plan = ParallelPlan.from_environment(environment, dp_replicate=dp_replicate, cp=cp, tp=tp, ep=ep)
         on_gpu = device.type == "cuda"
@@ -117,7 +114,7 @@ class RankGroup:
     # --- collectives over the control group; every rank calls them in the same order ----------------
 
     def broadcast(self, data: bytes | None) -> bytes:
-        """Rank 0's bytes on every rank; the others pass None and wait."""
+        """Rank 0's bytes on every rank; the others pass None."""
         if self.control is None:
             assert data is not None, "a process on its own broadcasts to itself"
             return data
@@ -131,10 +128,7 @@ class RankGroup:
         return buffer.numpy().tobytes()
 
     def gather(self, array: NDArray[Scalar]) -> list[NDArray[Scalar]] | None:
-        """Every rank's array, in rank order, on rank 0; None elsewhere.
-
-        The arrays have one dtype and the same shape but for the first axis.
-        """
+        """Every rank's array, of one dtype and shape but for the first axis, on rank 0; None elsewhere."""
         if self.control is None:
             return [array]
         lengths = self.sum(np.eye(self.world_size, dtype=np.int64)[self.rank] * len(array)).tolist()
@@ -160,7 +154,7 @@ class RankGroup:
         return summed
 
     def sum_named(self, values: Mapping[str, float]) -> dict[str, float]:
-        """The sums over ranks by name, on every rank; a rank without a name counts as 0 there."""
+        """The sums over ranks by name, on every rank; ranks may have different names."""
         if self.control is None:
             return dict(values)
         own = "\n".join(sorted(values)).encode()
@@ -173,15 +167,12 @@ class RankGroup:
         return {name: float(value) for name, value in zip(everybody, total, strict=True) if name}
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank."""
         return bool(self.sum(np.array([int(flag)], dtype=np.int64))[0])
 
     def barrier(self) -> None:
-        """Returns once every rank has come here."""
         if self.control is not None:
             dist.barrier(group=self.control)
 
     def close(self) -> None:
-        """Leaves the group."""
         if dist.is_initialized() and (self.mesh is not None or self.control is not None):
             dist.destroy_process_group()

@@ -1,7 +1,4 @@
-"""The main of `trainer` and `sft`: this process becomes one rank of a training group, or the agent of its ranks.
-
-Above it are the two console scripts; below it are each program's `program.py` for a rank and `torchrun` for the agent.
-"""
+"""The main of `trainer` and `sft`: this process becomes one rank of a training group, or the agent of its ranks."""
 
 from __future__ import annotations
 
@@ -31,11 +28,11 @@ def rank_main(
     run_bench: Callable[[ConfigT, BenchConfig], None],
     prepare: Callable[[ConfigT], None] = lambda config: None,
 ) -> None:
-    """Runs the program `name`, whose module is `meshrl.<name>.main`, and ends the process with its exit code.
+    """Runs `meshrl.<name>.main`, and ends the process with its exit code.
 
     `prepare` is called once for a group, by the process that is started first, before anything is written. A rank is
-    `run_rank(config, rank)` of `meshrl.<name>.program`, which is imported only here; `run_bench` imports on its call,
-    since an agent needs none of it. The program's log file has the lines of rank 0 and of the agent.
+    `run_rank(config, rank)` of `meshrl.<name>.program`, imported only here, since an agent needs none of it; so
+    `run_bench` imports on its call. The program's log file has the lines of rank 0 and of the agent.
     """
     end_with_agent(os.environ)
     wait_briefly(os.environ)

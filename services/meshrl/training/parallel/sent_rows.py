@@ -1,4 +1,4 @@
-"""Packed rows as bytes, from the rank that has them to the others: protobuf messages, each preceded by its length."""
+"""Packed rows as bytes for the other ranks: protobuf messages, each after its length."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def encode_rows(rows: Iterable[MicroBatch]) -> bytes:
 
 
 def decode_rows(data: bytes) -> list[MicroBatch]:
-    """The rows, to the bit; their arrays are read-only views of the messages."""
+    """The arrays are read-only views of the messages."""
     source, rows = io.BytesIO(data), list[MicroBatch]()
     while (message := proto.parse_length_prefixed(pb.MicroBatch, source)) is not None:
         rows.append(micro_batch_from_proto(message))

@@ -1,9 +1,8 @@
-"""Tensor parallelism of a model's dense layers: which are divided, and how; by transformers' plan of the family.
+"""Tensor parallelism of a model's dense layers, by transformers' plan of the family.
 
-Pairs of layers of a plan are taken between which features stay divided: "colwise" and "rowwise". Layers that gather
-features between the two are left whole, as experts are, which expert parallelism divides. If embedding and head are
-plain layers, each rank has a part of the vocabulary. Applied to a model without storage, before FSDP shards a rank's
-part.
+Pairs of layers are divided between which features stay divided: "colwise" and "rowwise". Layers that gather features
+between the two stay whole, as do experts, which expert parallelism divides. If embedding and head are plain layers,
+each rank has a part of the vocabulary. Applied to a model without storage, before FSDP shards a rank's part.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ WHOLE = frozenset({f"colwise_{how}" for how in ("gather_output", "rep")} | {"row
 
 
 def tensor_reason(model: PreTrainedModel, tp: int, ep: int) -> str | None:
-    """Why `tp` ranks cannot share the products of the model, and what to do instead; None when they can."""
+    """Why `tp` ranks cannot share the products, and what to do instead; None when they can."""
     plan = _styles(model)
     if (reason := unpacked_reason(model)) is not None:
         return f"{reason}, and such models are trained on whole layers; set model.tp = 1"
@@ -62,24 +61,24 @@ def tensor_reason(model: PreTrainedModel, tp: int, ep: int) -> str | None:
 
 
 def divides_attention(model: PreTrainedModel) -> bool:
-    """Whether each of the ranks has some of the attention heads."""
+    """Whether each rank has some of the attention heads."""
     return any(style == COLUMNS and "attn" in name for name, style in _styles(model).items())
 
 
 def attention_heads(text: PreTrainedConfig) -> tuple[int, int]:
-    """Query and key-value heads of a layer; models with latent attention make a key of each query's."""
+    """Query and key-value heads of a layer; latent attention has a key for each query."""
     queries = int(text.num_attention_heads)
     latent = getattr(text, "kv_lora_rank", None) is not None
     return queries, queries if latent else int(getattr(text, "num_key_value_heads", None) or queries)
 
 
 def divides_vocabulary(model: PreTrainedModel) -> bool:
-    """Whether each of the ranks has a part of the embedding and of the head."""
+    """Whether each rank has a part of embedding and head."""
     return bool(_vocabulary(model))
 
 
 def divided_parameters(model: PreTrainedModel) -> dict[str, int]:
-    """The dimension of each parameter that the ranks divide among them, by name, one of all tied names."""
+    """The dimension of each parameter that ranks divide, by name, one of all tied names."""
     modules = dict(model.named_modules())
     dims: dict[str, int] = {}
     for name, style in _styles(model).items():
@@ -96,10 +95,7 @@ def divided_parameters(model: PreTrainedModel) -> dict[str, int]:
 
 
 def divide_layers(model: PreTrainedModel, mesh: DeviceMesh) -> list[str]:
-    """Leaves each rank of the mesh its part of a model without storage.
-
-    Returns the names of the parameters of whose gradient a rank has a part, for `settle_gradients`.
-    """
+    """Leaves each rank its part of a model without storage; returns the names of `settle_gradients`' `partial`."""
     share = TensorShare.of(mesh.get_group())
     modules, ends = dict(model.named_modules()), _vocabulary(model)
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
@@ -135,8 +131,8 @@ def divide_layers(model: PreTrainedModel, mesh: DeviceMesh) -> list[str]:
 def settle_gradients(parameters: Iterable[nn.Parameter], partial: Collection[nn.Parameter], mesh: DeviceMesh) -> None:
     """Makes the gradients of parameters that the mesh's ranks all have whole the same on each; collective.
 
-    Those of `partial` are summed. The others differ by rounding, which adds up over steps if kernels do not sum in one
-    order: they are averaged.
+    Of those of `partial` each rank has a part, and they are summed. The others are averaged: they differ by rounding,
+    which would add up over steps.
     """
     group = mesh.get_group()
     for parameter in parameters:
@@ -169,7 +165,7 @@ def _styles(model: PreTrainedModel) -> Mapping[str, str]:
 
 
 def _between(model: PreTrainedModel, plan: Mapping[str, str]) -> str | None:
-    """A parameter among divided layers, other than of layers and norms before them, if any."""
+    """A parameter among divided layers that is of no layer and no norm, if any."""
     parents = {name.rpartition(".")[0] for name, style in plan.items() if style in (COLUMNS, ROWS)}
     for name, module in model.named_modules():
         known = name in plan or isinstance(module, nn.Linear) or "Norm" in type(module).__name__
@@ -180,7 +176,7 @@ def _between(model: PreTrainedModel, plan: Mapping[str, str]) -> str | None:
 
 
 def _vocabulary(model: PreTrainedModel) -> list[nn.Module]:
-    """Embedding and head, if both can be divided; else none, since they may share their weight."""
+    """Embedding and head, if both can be divided; they may share their weight."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     plain = type(embedding) is nn.Embedding and type(head) is nn.Linear
     return [embedding, head] if plain and not transforms_logits(model) else []
@@ -207,7 +203,7 @@ def _rows(layer: nn.Linear, share: TensorShare, inputs: torch.Tensor) -> torch.T
 
 
 def _whole(layer: LoraLinear, share: TensorShare, inputs: torch.Tensor) -> torch.Tensor:
-    """A whole layer. All ranks sum the gradient of an adapter, and here each has all of it."""
+    """All ranks sum the gradient of an adapter, and here each has all of it."""
     output = F.linear(inputs, layer.weight, layer.bias)
     if not layer.rank:
         return output

@@ -1,8 +1,8 @@
 """Starts the ranks of a training program on this machine and watches over them: torchrun's agent, with an orderly end.
 
 The plain `torchrun` command fails when it is asked to end, and gives its workers 30 s. Here SIGTERM, SIGINT and SIGHUP
-reach rank 0 as SIGTERM, which drains and stops the others, and the exit code is theirs. A SIGHUP that was ignored when
-the agent started, as under `nohup`, stays so. The ranks are the same program with the same arguments.
+reach rank 0 as SIGTERM, which drains and stops the others, and the exit code is theirs. A SIGHUP that was ignored at
+the start, as under `nohup`, stays so.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ EXIT_BARRIER_S = 30.0
 def run_ranks(
     module: str, role: str, deployment: DeploymentConfig, layout: Layout, environment: MutableMapping[str, str]
 ) -> int:
-    """Runs `module` with this program's arguments as so many ranks; returns the exit code.
+    """Runs `module` with this program's arguments as ranks; returns the exit code.
 
     Their output is in <output_dir>/logs/<role>/torchrun/<rdzv>/attempt_0/<rank>/ of the newest start. Rank 0's is shown
-    here too: all of it, or errors alone when this program's output already goes to rank 0's log.
+    here too, or its errors alone when this program's output already goes to its log.
     """
     show = Std.ERR if stdout_goes_beside(log_place(layout, f"{role}.log")) else Std.ALL
     log_dir = log_place(layout, role, "torchrun")
@@ -48,7 +48,7 @@ def run_ranks(
 
 
 class RankAgent(LocalElasticAgent):
-    """One group of ranks on this machine, without restarts: the program that started the agent decides about those."""
+    """One group of ranks on this machine, without restarts."""
 
     def __init__(
         self, module: str, arguments: Sequence[str], *, ranks: int, log_dir: Path, show: Std = Std.ALL, role: str
@@ -81,7 +81,7 @@ class RankAgent(LocalElasticAgent):
         super().__init__(spec, logs, exit_barrier_timeout=EXIT_BARRIER_S)
 
     def run_ranks(self, environment: MutableMapping[str, str]) -> int:
-        """Runs the ranks to their end; returns the exit code. `environment` is that of this process, and theirs."""
+        """Runs the ranks to their end; returns the exit code. `environment` is this process's, and theirs."""
         environment["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the others are handled here
         environment.setdefault("OMP_NUM_THREADS", "1")
         environment[AGENT_PID] = str(os.getpid())
