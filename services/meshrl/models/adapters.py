@@ -1,9 +1,8 @@
 """Adapter sets: the adapters of one run as one flat tensor, mounted on the model's layers for the run's passes.
 
-A set has a rank, an alpha and layers of its own. Its matrices are no part of FSDP: every rank has all of them, and
-ranks sum their gradient once a step. A set stays mounted from a forward pass to the end of its backward pass, since
-activation checkpointing computes the forward pass again. For a row that several runs share, `JoinedSets` mounts each
-set on the tokens of its run.
+Matrices are no part of FSDP: every rank has all of them, and ranks sum their gradient once a step. A set stays mounted
+to the end of the backward pass, since activation checkpointing computes the forward pass again. For a row that several
+runs share, `JoinedSets` mounts each set on the tokens of its run.
 
 Shapes: P scalars of a set, each matrix padded to 64 bytes; T tokens of a row, G sets on it, R their highest rank.
 """

@@ -1,9 +1,7 @@
 """Attention over packed rows that never crosses a sample's boundary; used by the trainers' forward pass.
 
-A packed row holds S samples one after another, T tokens in all. Projections and MLPs run on the row without padding.
-Attention runs sample by sample: on CUDA in half precision through the kernels of `fused_attention`, anywhere else as
-causal attention over a few padded blocks of samples of similar length. A T x T mask is never built. Only
-`choose_kernels` picks.
+A packed row holds samples one after another, without padding. Attention runs sample by sample: on CUDA in half
+precision by the kernels of `fused_attention`, elsewhere over a few padded blocks of samples of similar length.
 
 Shapes: T tokens of a row, S samples, B samples of a block, L longest of a block, H heads, D head size. In ScoreRule Q
 query heads share H key-value heads, and L queries see S keys.

@@ -1,6 +1,4 @@
-"""How each kind of model can be run: which attention, in packed rows or not, or not at all; asked where one is loaded.
-
-Three answers, the same for the trainers and the embedded engine:
+"""How each kind of model can be run, by the trainers and the embedded engine alike:
 
 - packed: attention is ours, over packed rows in training and the cache's slots in the engine;
 - plain: the model's own forward pass over whole sequences. The trainers pad rows for it, and the engine computes every

@@ -1,7 +1,7 @@
 """Reads a published model: the files of a folder, or of a name on the Hugging Face hub, and the tensors in them.
 
-`WeightReader` is the one way from files to a model, whole or sharded. It compares names and shapes before it reads a
-value, converts by transformers' own rules (such as experts that are stored one by one), and gives one tensor at a time.
+`WeightReader` compares names and shapes before it reads a value, converts by transformers' own rules (such as experts
+that are stored one by one), and gives one tensor at a time.
 """
 
 from __future__ import annotations

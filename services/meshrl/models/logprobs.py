@@ -1,14 +1,13 @@
 """Logprobs of given tokens under the current policy, for packed rows; the trainers' forward pass.
 
-The float32 logits of a whole row are never there at once. Output head, softmax and the choice of a token are one
-function of the hidden states, `head_logprobs`, which takes a piece of the tokens at a time:
+Output head, softmax and the choice of a token are one function of the hidden states, `head_logprobs`, which takes a
+piece of the tokens at a time, so that a row's float32 logits are never there at once:
 
     log p = z_target - lse,   entropy = lse - sum_v p_v z_v,   z = logits / temperature
     d log p / d z_v = [v is target] - p_v
 
-From the forward pass it keeps either the log-sum-exp alone, and the backward pass makes each piece's logits again; or
-d log p / d z in the hidden states' dtype, where a row's have room. For a head that is not trained the forward pass
-makes d log p / d hidden, which the backward pass scales. Nothing is sampled or truncated, and logits are float32.
+It keeps either the log-sum-exp alone, and makes logits again in the backward pass; or d log p / d z in the hidden
+states' dtype, where a row's have room; or, for a head that is not trained, d log p / d hidden.
 
 Shapes: T tokens of a row, N predicted tokens (those that a loss looks at), V vocabulary, E hidden size,
 K candidates of a token, P tokens of a piece, J targets of a token.

@@ -2,11 +2,9 @@
 
     y = x W^T + (alpha / rank) dropout(x) A^T B^T     W (out, in) frozen; A (rank, in) and B (out, rank) trained
 
-A prepared layer keeps its `weight` and `bias`, so every parameter keeps its Hugging Face name. The matrices are those
-of the mounted set (`adapters`): float32, named `<layer>.lora_A` and `<layer>.lora_B`, and outside FSDP.
-
-A "layer" is a linear layer's full name, such as model.layers.0.self_attn.q_proj, or that of a parameter of experts,
-such as model.layers.0.mlp.experts.down_proj (`expert_lora`).
+Every parameter keeps its Hugging Face name. The matrices are those of the mounted set (`adapters`): float32, named
+`<layer>.lora_A` and `<layer>.lora_B`, and outside FSDP. A "layer" is the full name of a linear layer, or of a parameter
+of experts (`expert_lora`), such as model.layers.0.mlp.experts.down_proj.
 """
 
 from __future__ import annotations
@@ -77,11 +75,10 @@ def prepare_lora(
 ) -> dict[str, LoraLinear | ExpertAdapter]:
     """Freezes the model and prepares the layers that sets may adapt; returns those that the targets name.
 
-    A target names every linear layer whose name is it or ends in "." and it, as PEFT reads it. Without any, each linear
-    layer of the text model's blocks is one, but for gates, which choose experts; these are prepared in any case.
-    `target_parameters` name parameters of experts likewise, and `modules_to_save` modules, which stay trainable, in
-    float32. Works on the meta device; must come before sharding. Raises ValueError, with the model unchanged, when a
-    target names nothing or a weight shared with another module, or when there is no layer to adapt.
+    A target names every linear layer whose name is it or ends in "." and it, as PEFT reads it; none names all of the
+    text model's blocks but gates, which are prepared in any case. `target_parameters` name parameters of experts
+    likewise, and `modules_to_save` modules, which stay trainable, in float32. Must come before sharding. Raises
+    ValueError, with the model unchanged, when a target names nothing or a shared weight, or there is nothing to adapt.
     """
     chosen = _chosen_layers(model, target_modules)
     _refuse_tied(model, chosen)

@@ -1,10 +1,8 @@
 """The routers of a mixture of experts as they choose: watched, and made to repeat an engine's choice.
 
-With router replay (R3, arXiv 2510.11370) a token goes through the experts that it went through when it was sampled. The
-choice alone is replayed: a router computes its scores again and gets its gradient through them.
-
-In all families a router calls `torch.topk` on scores of two dimensions, as wide as there are experts; the call is
-answered with the given experts and their scores. Routers are numbered in the model's order.
+With router replay (R3, arXiv 2510.11370) a token goes through the experts of its sampling. The choice alone is
+replayed: a router computes its scores again and gets its gradient through them. Its `torch.topk` of two-dimensional
+scores, as wide as there are experts, is answered with the given experts and their scores.
 Shapes: N tokens of a forward pass, L routers, E experts of a layer, k of them for each token.
 """
 

@@ -1,16 +1,14 @@
-"""Ranks that share the rows of a model or its matrix products: their exchanges; used by its attention and layers.
+"""Ranks that share the rows of a model or its matrix products: the exchanges of its attention and layers.
 
-Context parallelism: each rank runs the model on its part of a row's tokens, and attention shares its heads among them
-(Ulysses, arXiv 2309.14509). After an exchange of queries, keys and values each rank has all tokens of some heads, and
-runs the kernels of a rank alone; a second one brings the output back to the tokens. So windows, sinks, samples and
-shared prefixes need nothing of their own. The loss sees the whole row's logprobs on each of these ranks alike.
+Context parallelism: each rank has a part of a row's tokens, but in attention all tokens of some heads (Ulysses, arXiv
+2309.14509), so that windows, sinks, samples and shared prefixes need nothing of their own. The loss sees the whole
+row's logprobs on each of these ranks alike.
 
-Tensor parallelism: ranks have the same rows. A layer divided by its columns (its outputs) gives each rank some features
-of the tokens, and one divided by its rows (its inputs) takes them up: the ranks' products are summed, as is the
-gradient of the first layer's input. Everything outside such pairs is computed by every rank alike.
+Tensor parallelism: ranks have the same rows. A layer divided by columns (outputs) gives each rank some features, and
+one divided by rows (inputs) takes them up: the ranks' products are summed, as is the gradient of the first layer's
+input. All else is computed by every rank alike.
 
-An exchange and a sum are one operator each, opaque to torch.compile, so that compiled code keeps the collectives in the
-order of the program, the same on every rank.
+An exchange and a sum are operators, opaque to torch.compile, so that compiled code keeps the collectives' order.
 
 Shapes: C ranks that share a row of T tokens, t = T / C tokens of a rank, H heads of all ranks, h of one, D head size, F
 features that one rank sends another for a token, N predicted tokens of the row, M of a rank, E hidden size.

@@ -1,9 +1,8 @@
 """Chooses the settings that are `auto`, by model, row length and memory, before a learner is built.
 
-Activation checkpointing: the least with which a row of seq_len tokens fits beside weights, gradients, optimizer and
-the snapshot of a version that is being published. Shorter rows go through the model together, and parameters stay
-gathered over the rows of a step, where there is room beside that. Compilation: for large models on a GPU. Logits: in
-pieces that leave room for the rest.
+Activation checkpointing: the least with which a row of seq_len tokens fits beside weights, gradients, optimizer and a
+version's snapshot. Where there is room beside that, shorter rows go through together, and parameters stay gathered
+over a step. Compilation: for large models on a GPU. Logits: in pieces that leave room for the rest.
 
 A block keeps of a token so many elements of the compute dtype, with hidden size h, MLP size i, q and k elements of all
 query and key-value heads:
@@ -14,8 +13,8 @@ query and key-value heads:
     attention  h + q                      its input and attention's output
     full       h                          its input
 
-and while one block is computed again, all of it once. i is the sum over a token's experts, and a mean where layers
-differ. Measured peaks (Qwen3 0.6B and 4B on an H200, 16k and 64k tokens) are within 10%, for which RESERVE leaves room.
+and all of it while it is computed again. i is the sum over a token's experts, and a mean where layers differ. Measured
+peaks (Qwen3 0.6B and 4B on an H200, 16k and 64k tokens) are within 10%, for which RESERVE leaves room.
 """
 
 from __future__ import annotations
@@ -166,10 +165,9 @@ def choose(
 def choose_layout(config: TrainerModelConfig, environment: Mapping[str, str], *, seq_len: int) -> dict[str, int]:
     """The layout for RankGroup.start: as configured, but for an `ep` of "auto".
 
-    Gathering experts, as FSDP does, runs beside computing and moves a layer's experts about four times a step. Sending
-    tokens to experts does not, and moves a row's about six times. So ep is taken if the latter is less than a quarter
-    of the former, or tp needs it, for as many ranks as divide those of this machine and the experts. Raises ModelError
-    when there is no such model, and ValueError if the sizes do not divide the ranks.
+    FSDP gathers a layer's experts about four times a step, beside computing. Tokens are sent to experts about six
+    times, and not beside it. So ep is taken if the latter is less than a quarter of the former, or tp needs it. Raises
+    ModelError when there is no such model, and ValueError if the sizes do not divide the ranks.
     """
     layout = {"dp_replicate": config.dp_replicate, "cp": config.cp, "tp": config.tp}
     if config.ep != "auto":

@@ -164,8 +164,8 @@ class Learner:
         Each term is divided by its `counts`, by default those of these rows; parts of a batch need those of the whole.
 
         Raises StepError when the loss is not finite (then on every rank), or when a process on its own runs out of
-        device memory; in a group that ends the group, whose ranks wait for each other in the middle of a pass. A call
-        that fails drops the run's whole gradient, that of earlier passes included.
+        device memory; a group ends, since its ranks wait for each other. A call that fails drops the run's whole
+        gradient, that of earlier passes included.
         """
         return self.pass_rows([RunRows(run=run, micro_batches=micro_batches, counts=counts or count(micro_batches))])[0]
 

@@ -1,7 +1,7 @@
 """Estimates before a model is loaded whether it can be trained in this memory; if not, an error names the remedy.
 
-A lower bound: weights, gradients and optimizer state, which a step holds all at once, and the snapshot of a trainer
-that publishes versions. Activations come on top, so a long row may still be too much; that is the step's error.
+A lower bound: weights, gradients and optimizer state, which a step holds at once, and a published version's snapshot.
+Activations come on top, so a long row may still be too much.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     W <- (1 - lr * decay) W - lr * 0.2 sqrt(max(M, N)) O     the size of AdamW's steps, so both share a rate and a decay
 
 https://kellerjordan.github.io/posts/muon/, scale and decay of arXiv 2502.16982; the numbers of torch.optim.Muon with
-adjust_lr_fn="match_rms_adamw". On a sharded matrix each product of that one is a collective, 11 to 16 a matrix: here an
-update is gathered once, in bfloat16, every rank makes the whole O and keeps its rows.
+adjust_lr_fn="match_rms_adamw", which has 11 to 16 collectives for a sharded matrix: here an update is gathered once, in
+bfloat16, every rank makes the whole O and keeps its rows.
 """
 
 from __future__ import annotations

@@ -27,9 +27,8 @@ def step_flops(model: PreTrainedModel, micro_batches: Sequence[MicroBatch], a_to
     """Operations that forward and backward need, over all micro-batches; `a_token` is `token_flops`.
 
     A token costs 2 for each of its `active_parameters` forward, 2 for the gradient of what came in, and 2 for the
-    parameter's own gradient where it is trained (PaLM, arXiv 2204.02311, appendix B). Attention costs 12 * layers *
-    heads * head size a pair of tokens of a sample, half of it for causality: a factor of 6 on length squared. What is
-    computed twice, such as checkpointed activations, counts once, and so does a prefix that samples share.
+    parameter's own where it is trained (PaLM, arXiv 2204.02311, appendix B). Attention costs 12 * layers * heads * head
+    size a pair of tokens, and half for causality. Checkpointed activations and shared prefixes count once.
     """
     config = model.config.get_text_config()
     heads = int(getattr(config, "num_attention_heads", 0))

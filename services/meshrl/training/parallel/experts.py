@@ -1,8 +1,8 @@
 """Expert parallelism: each rank keeps some of a layer's experts and is sent the tokens that go through them.
 
-Ranks first exchange how many tokens go to each expert: the one thing in a layer that the host waits for, while the
-device gathers the tokens. All reordering is by permutations with known inverses, so gradients are gathered, not added
-up. FSDP then shards each rank's experts over the ranks that keep the same ones. Families: `base_model_ep_plan`.
+Ranks first exchange how many tokens go to each expert: the one thing in a layer that the host waits for. All
+reordering is by permutations with known inverses, so gradients are gathered, not added up. FSDP then shards each rank's
+experts over the ranks that keep the same ones. Families are those with a `base_model_ep_plan`.
 
 Shapes: T tokens, K experts of each, S = T K pairs, M pairs that this rank is sent, R ranks, E experts of a rank, H
 hidden size.

@@ -9,7 +9,7 @@ Ranks are numbered along the mesh, the last dimension fastest:
     ep             expert parallel: ranks that divide a layer's experts among them and send each other their tokens
 
 Expert parallelism adds no ranks: experts see those of one copy as (efsdp, ep), the last fastest, and FSDP shards a
-rank's experts over efsdp = dp_shard * cp * tp / ep. Experts are never divided by tp, so ep is a multiple of it.
+rank's experts over efsdp. Experts are never divided by tp, so ep is a multiple of it.
 """
 
 from __future__ import annotations
