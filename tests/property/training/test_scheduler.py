@@ -44,20 +44,3 @@ def test_rate_rises_to_its_peak_stays_and_falls_to_its_floor(
         assert falling[-1] == pytest.approx(PEAK if kind == "constant" else min(low, PEAK))
     after = learning_rate(config, peak=PEAK, step=last + 1000, max_steps=end)
     assert after == pytest.approx(PEAK if kind == "constant" else min(low, PEAK))
-
-
-@given(kind=kinds, decay=steps, end=steps)
-def test_rate_before_the_decay_is_the_peak(kind: Kind, decay: int, end: int) -> None:
-    config = SchedulerConfig(type=kind, decay_steps=decay)
-    for step in range(1, end - decay + 1):
-        assert learning_rate(config, peak=PEAK, step=step, max_steps=end) == PEAK
-
-
-@given(end=steps, warmup=st.integers(min_value=0, max_value=10))
-def test_a_square_root_falls_below_a_line(end: int, warmup: int) -> None:
-    line, root = (
-        SchedulerConfig(type=kind, warmup_steps=warmup, decay_steps=max(1, end - warmup)) for kind in ("linear", "wsd")
-    )
-    for step in range(warmup + 1, end + 1):
-        below = learning_rate(root, peak=PEAK, step=step, max_steps=end)
-        assert below <= learning_rate(line, peak=PEAK, step=step, max_steps=end)
