@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from meshrl.core.config import dump_toml, load_config
 from meshrl.trainer.config import TrainerConfig
+from meshrl.training.config import CheckpointConfig
 from meshrl.training.model_config import ActivationCheckpointConfig, CompileConfig, TrainerModelConfig
 
 
@@ -27,17 +28,14 @@ def test_what_does_not_fit_together_is_refused(settings: dict[str, object], mess
 
 
 def test_bare_switches_turn_sections_on_with_their_defaults() -> None:
-    config = load_config(
-        TrainerConfig,
-        ["--model.ac", "--model.compile", "--model.lora.rank", "4", "--bench"],
-        prog="trainer",
-        environ={},
-    )
+    flags = ["--model.ac", "--model.compile", "--model.lora.rank", "4", "--bench", "--ckpt", "--ckpt.resume-step", "-1"]
+    config = load_config(TrainerConfig, flags, prog="trainer", environ={})
     assert config.model.ac == ActivationCheckpointConfig(mode="full", freq=1)
     assert config.model.compile == CompileConfig(backend="inductor")
     assert config.model.lora is not None
     assert (config.model.lora.rank, config.model.lora.alpha) == (4, 32.0)
     assert config.bench is not None
+    assert config.ckpt == CheckpointConfig(resume_step=-1)
 
 
 def test_ac_and_compile_are_chosen_where_they_are_not_given_and_can_be_switched_off(tmp_path: Path) -> None:
@@ -51,6 +49,13 @@ def test_ac_and_compile_are_chosen_where_they_are_not_given_and_can_be_switched_
     given = load_config(TrainerConfig, ["--model.ac.freq", "2", "--model.compile", "auto"], prog="trainer", environ={})
     assert given.model.ac == ActivationCheckpointConfig(mode="full", freq=2)
     assert given.model.compile == "auto"
+
+
+@pytest.mark.parametrize("flags", ["--ckpt.resume-step 0", "--ckpt.resume-step -2", "--ckpt.keep-last 0"])
+def test_checkpoints_that_mean_nothing_are_refused(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load_config(TrainerConfig, flags.split(), prog="trainer", environ={})
+    assert flags.split()[0].replace("-", "_").removeprefix("__") in capsys.readouterr().err
 
 
 def test_a_wrong_mode_is_one_problem(capsys: pytest.CaptureFixture[str]) -> None:
