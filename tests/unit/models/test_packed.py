@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from transformers import (
 
 from meshrl.models.attention import Kernels, PackedLayout
 from meshrl.models.kernels.fused_attention import fused_attention
-from meshrl.models.logprobs import PackedPolicy, PackedRow, head_logprobs, token_logprobs
+from meshrl.models.logprobs import PackedPolicy, PackedRow, _score, _slope, head_logprobs, token_logprobs
 from meshrl.models.shared_prefix import PrefixPlan
 
 LENGTHS = (7, 31, 2, 30, 12, 5, 1)
@@ -164,35 +165,43 @@ def test_gradients_of_logits_may_be_made_in_the_forward_pass(room: int, trained:
 
 
 INTERPRETED = """
+import sys
 import torch
-from meshrl.models import logprobs
 from meshrl.models.kernels import fused_head
 
-generator = torch.Generator().manual_seed(0)
-for vocab in (40, 4096, 5000):
-    logits = 4 * torch.randn(5, vocab, generator=generator)
-    logits[1, 7] = -torch.inf
-    targets, temperatures = torch.tensor([0, 3, vocab - 1, 5, 8]), torch.rand(5, generator=generator) + 0.5
-    found, slope = tuple(torch.empty(5) for _ in range(3)), torch.empty(5, vocab)
+results = []
+for logits, targets, temperatures, wants_slope in torch.load(sys.argv[1]):
+    found, slope = tuple(torch.empty(5) for _ in range(3)), torch.empty_like(logits) if wants_slope else None
     fused_head.score(logits, targets, temperatures, found, slope)
-    expected = logprobs._score(logits, targets, temperatures)
-    slopes = logprobs._slope(logits, expected[2], targets, temperatures, torch.ones(5), torch.float32)
-    for own, other in zip((*found, slope), (*expected, slopes), strict=True):
-        torch.testing.assert_close(own, other, atol=1e-5, rtol=1e-5)
-    logits[2, 9] = torch.nan
-    fused_head.score(logits, targets, temperatures, found, None)
-    assert found[0].isnan().tolist() == [False, False, True, False, False]
+    results.append((*found, slope))
+torch.save(results, sys.argv[1])
 """
 
 
-def test_the_kernel_of_gpus_gives_the_same_numbers() -> None:
+def test_the_kernel_of_gpus_gives_the_same_numbers(tmp_path: Path) -> None:
     """Interpreted by triton, which must know before it is imported."""
     pytest.importorskip("triton", reason="comes with torch for GPUs")
+    generator, cases = torch.Generator().manual_seed(0), []
+    for vocab in (40, 4096, 5000):
+        logits = 4 * torch.randn(5, vocab, generator=generator)
+        logits[1, 7] = -torch.inf
+        broken = logits.clone()
+        broken[2, 9] = torch.nan
+        given = torch.tensor([0, 3, vocab - 1, 5, 8]), torch.rand(5, generator=generator) + 0.5
+        cases += [(logits, *given, True), (broken, *given, False)]
+    torch.save(cases, tmp_path / "cases")
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True, timeout=120
-    )
+    command = [sys.executable, "-c", INTERPRETED, str(tmp_path / "cases")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+    found = torch.load(tmp_path / "cases")
+    for (logits, *given, _), (*sums, slope) in zip(cases[::2], found[::2], strict=True):
+        expected = _score(logits, *given)
+        slopes = _slope(logits, expected[2], *given, torch.ones(5), torch.float32)
+        for own, other in zip((*sums, slope), (*expected, slopes), strict=True):
+            torch.testing.assert_close(own, other, atol=1e-5, rtol=1e-5)
+    for logprobs, *_ in found[1::2]:
+        assert logprobs.isnan().tolist() == [False, False, True, False, False]
 
 
 def test_a_sample_is_deaf_to_its_neighbours() -> None:

@@ -51,7 +51,7 @@ def trained(model: str, group: RankGroup | None, **settings: object) -> Trained:
     )
 
 
-def curve(one: Trained, steps: int = 4) -> list[tuple[float, float]]:
+def curve(one: Trained, steps: int = 2) -> list[tuple[float, float]]:
     made = [one.step(stream_batch(step, dp_size=1, vocab_size=VOCAB)) for step in range(steps)]
     return [(result.loss, result.grad_norm) for result in made]
 
@@ -60,7 +60,6 @@ def curve(one: Trained, steps: int = 4) -> list[tuple[float, float]]:
     "settings",
     [
         {},
-        {"reshard_after_forward": False},
         {"dtype": "bfloat16"},
         {"dtype": "bfloat16", "reshard_after_forward": False},
         {"dtype": "bfloat16", "reshard_after_forward": False, "ac": {}},
