@@ -117,10 +117,13 @@ def test_a_tokens_share_of_the_experts_is_what_the_configuration_names(family: s
 def test_every_family_of_mixtures_is_counted() -> None:
     """None raises: each that has experts names how many a token goes through."""
     for family in FAMILIES:
-        if family in NEEDS_MORE or not any(word in str(tiny_config(family).to_dict()) for word in ("expert", "moe")):
+        if family in NEEDS_MORE:
             continue
         try:
-            model = without_storage(tiny_config(family))
+            config = tiny_config(family)
+            if not any(word in str(config.to_dict()) for word in ("expert", "moe")):
+                continue
+            model = without_storage(config)
         except Exception:  # noqa: BLE001 - families that this configuration does not make
             continue
         assert 0 < active_parameters(model) <= sum(p.numel() for p in model.parameters()), family
