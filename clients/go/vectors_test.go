@@ -253,11 +253,10 @@ func artifactID(m *pb.Manifest) string {
 		values = append(values, "digest_algorithm", m.DigestAlgorithm)
 	}
 	if plan := m.Collective; plan != nil {
-		whole := []int64{}
-		for _, index := range plan.WholeTensors {
-			whole = append(whole, int64(index))
+		values = append(values, "collective", int64(plan.NumSenders), int64(plan.BucketBytes), indices(plan.WholeTensors))
+		if len(plan.ReorderedTensors) > 0 {
+			values = append(values, "row_order", indices(plan.ReorderedTensors), indices(plan.RowOrder))
 		}
-		values = append(values, "collective", int64(plan.NumSenders), int64(plan.BucketBytes), whole)
 	}
 	if adapter := m.Adapter; adapter != nil {
 		values = append(values, "adapter", int64(adapter.Rank), le(adapter.LoraAlpha), adapter.BaseModel, int64(len(adapter.TargetModules)))
@@ -266,6 +265,14 @@ func artifactID(m *pb.Manifest) string {
 		}
 	}
 	return digest(fields(values...))
+}
+
+func indices(values []uint32) []int64 {
+	wide := []int64{}
+	for _, value := range values {
+		wide = append(wide, int64(value))
+	}
+	return wide
 }
 
 // TestDelta applies the deltas of both formats to their bases.

@@ -135,7 +135,9 @@ function artifactId(m: Manifest): string {
   ];
   if (m.digestAlgorithm) parts.push(fields("digest_algorithm", m.digestAlgorithm));
   if (m.collective) {
-    parts.push(fields("collective", m.collective.numSenders, m.collective.bucketBytes, m.collective.wholeTensors));
+    const { numSenders, bucketBytes, wholeTensors, reorderedTensors, rowOrder } = m.collective;
+    parts.push(fields("collective", numSenders, bucketBytes, wholeTensors));
+    if (reorderedTensors.length) parts.push(fields("row_order", reorderedTensors, rowOrder));
   }
   if (m.adapter) {
     const { rank, loraAlpha, baseModel, targetModules } = m.adapter;
