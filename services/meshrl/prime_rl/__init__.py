@@ -1,4 +1,4 @@
-"""The keys of prime-rl's files and flags, which each program reads as its own; programs hand them to the loader."""
+"""The keys of prime-rl's files and flags, which every program reads as its own."""
 
 from meshrl.prime_rl.spellings import PrimeRLKeys
 

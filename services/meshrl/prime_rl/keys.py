@@ -1,8 +1,8 @@
-"""The keys of prime-rl's releases that are spelt otherwise here, or that are missed: one table for all programs.
+"""The keys of prime-rl's releases that are spelt otherwise here, or missed.
 
 Paths are those of `rl`; `*` is any place in a list or any name. A program that runs alone reads the rows of its own
-section. A key without a row is unknown, and the loader suggests the nearest one; a row that explains an absence is for
-keys of many files, or whose nearest key means another thing. docs/prime-rl-keys.md lists the table.
+section. For a key without a row the loader suggests the nearest one: rows explain absences of keys that many files
+have, or whose nearest key means another thing. docs/prime-rl-keys.md lists the table.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class ForeignKey:
-    """One key of the table. Without `new` it has no successor, and `why` gives the reason and the remedy."""
+    """Without `new` it has no successor; `why` has the reason and the remedy."""
 
     old: str
     new: str = ""
     why: str = ""
     unused: bool = False
-    """The key is taken, with a note that it has no effect; False refuses it."""
+    """Taken with a note that it has no effect; False refuses it."""
 
     only: tuple[str, ...] = ()
-    """The row is for these values alone, written in lower case; empty is for all."""
+    """For these values alone, in lower case; empty is for all."""
 
     alone: bool = False
-    """The row is for a program that runs by itself, not for `rl`."""
+    """For a program that runs by itself, not for `rl`."""
 
     values: Mapping[str, object] = field(default_factory=dict)
-    """Values that are spelt otherwise here, by their text in lower case."""
+    """Values here, by prime-rl's as text in lower case."""
 
 
 def _moved(old: str, new: str) -> ForeignKey:
@@ -48,7 +48,7 @@ def _alone(old: str, why: str) -> ForeignKey:
 
 
 def _resumed(section: str) -> tuple[ForeignKey, ...]:
-    """The section of its own that resuming has; when empty it stands for the newest checkpoint."""
+    """Resuming has a section of its own; empty it stands for the newest checkpoint."""
     step = f"{section}ckpt.resume_step"
     return (
         _moved(f"{section}resume.step", step),
@@ -67,7 +67,7 @@ VLLM_ARGUMENTS: Mapping[str, str] = {
     "kv_cache_memory_bytes": "kv_cache_bytes",
     "headless": "headless",
 }
-"""Arguments of vLLM that are keys of [inference], which both engines read, and no keys of [inference.vllm]."""
+"""vLLM's arguments that are keys of [inference], for both engines, and not of [inference.vllm]."""
 
 _ENVIRONMENTS = tuple(f"orchestrator.{part}.env.*" for part in ("train", "eval"))
 _ALGORITHMS = ("orchestrator", "orchestrator.train.env.*")
@@ -307,4 +307,4 @@ _ALONE = (
 )
 
 KEYS: tuple[ForeignKey, ...] = (*_ALONE, *_RUN, *_ORCHESTRATOR, *_TRAINER, *_MODELS, *_INFERENCE)
-"""All rows; the first that fits a key counts."""
+"""The first that fits counts."""

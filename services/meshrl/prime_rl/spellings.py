@@ -1,7 +1,7 @@
-"""Gives keys of a layer that are spelt as in prime-rl their names here, by the table in `keys`; no I/O.
+"""Gives keys that are spelt as in prime-rl their names here, by the table in `keys`; no I/O.
 
-Readers of a layer (a file, the command line, PRIME_ variables) keep keys as they were written; here they move to their
-place. Notes name the moved keys, problems those without a successor.
+Readers of a layer (a file, the command line, PRIME_ variables) keep keys as written; here they move to their place.
+Notes name moved keys, problems those without a successor.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Row:
         return self.key.only or tuple(self.key.values)
 
     def fits(self, path: Path) -> bool:
-        """Whether a path is that of the row, or below it where the row is for all values."""
+        """Whether a path is the row's, or below it if the row is for all values."""
         fits = all(one in ("*", two) for one, two in zip(self.old, path, strict=False))
         return fits and (len(path) == len(self.old) or (len(path) > len(self.old) and not self.words))
 
@@ -39,13 +39,13 @@ class _Row:
         return self.fits(path) and (not self.words or str(value).lower() in self.words)
 
     def renamed(self, path: Path) -> Path:
-        """The path here, with the places that the other one had for its stars."""
+        """The path here, with the other's places for stars."""
         places = iter([part for one, part in zip(self.old, path, strict=False) if one == "*"])
         return (*(next(places, "0") if part == "*" else part for part in self.new), *path[len(self.old) :])
 
 
 class PrimeRLKeys(Spellings):
-    """The spellings of prime-rl for one program; `section` is its place in `rl`, empty for one that has none there."""
+    """For one program; `section` is its place in `rl`, "" for one that has none."""
 
     def __init__(self, cls: type[BaseConfig], section: str = "") -> None:
         super().__init__(kind_of(cls))
@@ -93,7 +93,7 @@ class PrimeRLKeys(Spellings):
 
 
 def _moved(layer: Layer, own: Layer, path: Path, row: _Row) -> Iterator[str]:
-    """Gives a value its place here; yields a problem if the layer itself sets another value there."""
+    """Gives a value its place; yields a problem if the layer sets another value there."""
     value, origin = own.given[path]
     name = _plain(path)
     new = row.renamed(name)

@@ -110,13 +110,7 @@ def test_a_wrong_command_line_is_one_line_that_says_where_help_is(arguments: tup
 
 @pytest.mark.parametrize(
     "arguments",
-    [
-        ("weights", "engines"),
-        ("trainer", "checkpoint"),
-        ("trainer", "drain", "--yes"),
-        ("envs",),
-        ("call", "weights", "ListEngines"),
-    ],
+    [("weights", "engines"), ("envs",), ("call", "weights", "ListEngines")],
 )
 def test_a_service_that_does_not_answer_is_one_line_with_a_remedy(arguments: tuple[str, ...]) -> None:
     result = meshrl(*arguments, "--address", "127.0.0.1:1")

@@ -196,7 +196,10 @@ async def test_off_loopback_every_request_needs_the_token_which_becomes_a_cookie
     await client.close()
 
 
-async def test_events_tell_of_every_growth_and_end_with_the_server(client: TestClient, run_path: Path) -> None:
+async def test_events_tell_of_every_growth_and_end_with_the_server(
+    client: TestClient, run_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshrl.cli.ui.server.REST_S", 0.05)
     async with client.get("/api/runs/0/events") as answer, asyncio.timeout(60.0):
         seen = []
         while len(seen) < 2:
@@ -259,7 +262,7 @@ async def test_tokens_come_without_what_they_say_where_the_tokenizer_is_of_anoth
 async def test_a_free_port_is_taken_at_either_kind_of_loopback(run_path: Path, host: str) -> None:
     ready: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     serving = asyncio.create_task(serve([RunFolder(run_path)], host=host, port=0, token=None, ready=ready.set_result))
-    await asyncio.wait({serving, ready}, return_when=asyncio.FIRST_COMPLETED, timeout=10.0)
+    await asyncio.wait({serving, ready}, return_when=asyncio.FIRST_COMPLETED, timeout=60.0)
     assert ready.done(), serving
     url = f"http://{f'[{host}]' if ':' in host else host}:{ready.result()}/api/runs"
     async with ClientSession() as session, session.get(url) as answer:
