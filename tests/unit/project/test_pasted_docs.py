@@ -77,7 +77,6 @@ UNREADABLE = {
     "meshrl weights rollback N": "N stands for a number",
     "meshrl weights pin N": "the same",
     "rl @ OUTPUT_DIR/configs/rl.toml --ckpt.resume-step N": "the same, and a folder of a run",
-    "meshrl token create --host": "an option without its value",
     "meshrl token revoke": "an argument is to follow",
     "weights --engines URL": "URL stands for one",
     "meshrl conformance --address HOST:PORT --service 'rollout|trainer|weights'": "three commands in one",
