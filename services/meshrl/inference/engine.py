@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from meshrl.versions.layout import Layout
 
 GREEDY_BELOW = 1e-5
+MAX_ALTERNATIVES = 64
 MAX_HELD_BACK = 120
 """Most stop tokens of a request with min_tokens, the model's own included: vLLM's engine process dies of more than
 128."""

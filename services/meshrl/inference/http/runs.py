@@ -23,7 +23,14 @@ from loguru import logger
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
-from meshrl.inference.engine import Engine, FinishReason, GenerateRequest, SamplingParams, TokenChunk
+from meshrl.inference.engine import (
+    MAX_ALTERNATIVES,
+    Engine,
+    FinishReason,
+    GenerateRequest,
+    SamplingParams,
+    TokenChunk,
+)
 from meshrl.inference.http.request_keys import UNCONSTRAINED, refusals, unknown
 from meshrl.inference.http.spans import CompletionSpans
 from meshrl.wire.errors import MeshError, Reason
@@ -41,7 +48,6 @@ MOST_UNKNOWN = 1000
 """Most unknown keys that are logged."""
 
 MAX_COMPLETIONS = 128
-MAX_ALTERNATIVES = 64
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # completions of one request draw from streams far apart
 
 _AS_THEY_ARE = (
@@ -101,10 +107,16 @@ class SamplingFields(RequestBody):
     logit_bias: dict[int, Bias] = {}
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_ALTERNATIVES)
     extra_args: dict[str, JsonValue] | None = None
+    response_format: JsonValue = None
+    structured_outputs: JsonValue = None
 
     @model_validator(mode="after")
     def _samples_as_asked(self) -> Self:
         found = refusals(self.other_keys, n=self.n)
+        if self.response_format not in (None, {"type": "text"}):
+            found.append(f"response_format is not supported: {UNCONSTRAINED}")
+        if self.structured_outputs:
+            found.append(f"structured_outputs is not supported: {UNCONSTRAINED}")
         if "" in self.stop_strings:
             found.append("stop: an empty text ends every completion before its first token; leave it out")
         most = self.most_tokens
@@ -141,13 +153,6 @@ class SamplingFields(RequestBody):
             raw_logprobs=raw_logprobs,
             routed_experts_prompt_start=routes_from,
         )
-
-
-def refuse_constraints(response_format: JsonValue, structured_outputs: JsonValue) -> None:
-    if response_format not in (None, {"type": "text"}):
-        raise ValueError(f"response_format is not supported: {UNCONSTRAINED}")
-    if structured_outputs:
-        raise ValueError(f"structured_outputs is not supported: {UNCONSTRAINED}")
 
 
 def parse(kind: type[Parsed], raw: bytes) -> Parsed:

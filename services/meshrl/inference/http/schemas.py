@@ -6,7 +6,8 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
-from meshrl.inference.http.runs import MAX_ALTERNATIVES, RequestBody, SamplingFields, refuse_constraints
+from meshrl.inference.engine import MAX_ALTERNATIVES
+from meshrl.inference.http.runs import RequestBody, SamplingFields
 
 
 class StreamOptions(RequestBody):
@@ -26,8 +27,6 @@ class _TextBody(SamplingFields):
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     max_completion_tokens: int | None = Field(default=None, ge=1)
-    response_format: JsonValue = None
-    structured_outputs: JsonValue = None
 
     @property
     def most_tokens(self) -> int | None:
@@ -41,7 +40,6 @@ class _TextBody(SamplingFields):
             raise ValueError("prompt_logprobs is answered by /inference/v1/generate only; leave it out here")
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: is for streams alone; send stream true, or leave it out")
-        refuse_constraints(self.response_format, self.structured_outputs)
         return self
 
 

@@ -26,10 +26,9 @@ from aiohttp import web
 from numpy.typing import NDArray
 from pydantic import Field, JsonValue, model_validator
 
-from meshrl.inference.engine import GenerateRequest, PromptLogprobs, TokenChunk
+from meshrl.inference.engine import MAX_ALTERNATIVES, GenerateRequest, PromptLogprobs, TokenChunk
 from meshrl.inference.http.request_keys import CHAT_KEYS, no_such_key, refusals, unknown
 from meshrl.inference.http.runs import (
-    MAX_ALTERNATIVES,
     SYNCS_HEADER,
     RequestBody,
     SamplingFields,
@@ -38,7 +37,6 @@ from meshrl.inference.http.runs import (
     interleave,
     join,
     json_answer,
-    refuse_constraints,
     said,
     send_events,
     spans_json,
@@ -54,12 +52,9 @@ class TokenSampling(SamplingFields):
 
     logprobs: int | None = Field(default=None, ge=0, le=MAX_ALTERNATIVES)
     routed_experts_prompt_start: int | None = Field(default=None, ge=0)
-    response_format: JsonValue = None
-    structured_outputs: JsonValue = None
 
     @model_validator(mode="after")
     def _known(self) -> Self:
-        refuse_constraints(self.response_format, self.structured_outputs)
         if refused := refusals(self.other_keys, table=CHAT_KEYS):
             raise ValueError("; ".join(refused))
         if found := unknown(self.other_keys.keys() - CHAT_KEYS):
@@ -92,15 +87,11 @@ class GenerateBody(RequestBody):
     content_parts: list[JsonValue] | None = None
 
     @model_validator(mode="after")
-    def _samples_as_asked(self) -> Self:
+    def _served_here(self) -> Self:
         misplaced = [name for name in self.other_keys if name in TokenSampling.model_fields]
         found = [f"{name}: belongs into sampling_params" for name in misplaced] + refusals(self.other_keys)
         if found:
             raise ValueError("; ".join(found))
-        return self
-
-    @model_validator(mode="after")
-    def _text_only(self) -> Self:
         if self.features or self.content_parts:
             raise ValueError("features and content_parts carry images or audio; this engine serves text models only")
         if self.sampling_params.stop_strings:

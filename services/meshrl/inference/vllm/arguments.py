@@ -12,6 +12,7 @@ import torch
 from loguru import logger
 
 from meshrl.core.config.shared import ModelConfig
+from meshrl.inference.engine import MAX_ALTERNATIVES
 from meshrl.inference.sizing import CPU_SLOTS, GIB, engine_size, fits, graph_sizes, shape_of
 from meshrl.inference.vllm.installed import VllmError, check_supported, require
 from meshrl.models.load import empty_model
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 WORKER_EXTENSION = "meshrl.inference.vllm.worker.WeightsExtension"
 GPU_WORKER = "meshrl.inference.vllm.gpu_worker.GpuWorker"
-MAX_ALTERNATIVES = 64
 _IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
 # Ours to set: the engine relies on them.
