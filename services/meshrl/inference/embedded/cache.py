@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from meshrl.models.attention import ScoreRule, refuse_strange_scores, use_attention, window_mask
+from meshrl.models.attention import ScoreRule, refuse_strange_scores, window_mask
 
 ATTENTION_NAME = "meshrl_slots"
 PLAN_ARGUMENT = "slot_plan"
@@ -219,7 +219,3 @@ def probe_layers(model: PreTrainedModel) -> tuple[tuple[torch.Tensor, torch.Tens
 
 def bytes_per_slot(states: Sequence[tuple[torch.Tensor, torch.Tensor]], max_len: int) -> int:
     return sum((key.nbytes + value.nbytes) * max_len for key, value in states)
-
-
-def register_attention(model: PreTrainedModel) -> None:
-    use_attention(model, ATTENTION_NAME, slot_attention)

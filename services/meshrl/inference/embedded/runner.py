@@ -25,6 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
 from meshrl.inference.embedded.cache import (
+    ATTENTION_NAME,
     PLAN_ARGUMENT,
     Segment,
     SlotCache,
@@ -32,12 +33,13 @@ from meshrl.inference.embedded.cache import (
     StepPlan,
     bytes_per_slot,
     probe_layers,
-    register_attention,
+    slot_attention,
 )
 from meshrl.inference.embedded.low_rank import BASE, AdapterLayers
 from meshrl.inference.embedded.routes import RouteStore
 from meshrl.inference.embedded.slots import PrefillPiece, SlotStore, SlotTable, StepOutput
 from meshrl.inference.engine import PromptLogprobs, SamplingParams
+from meshrl.models.attention import use_attention
 from meshrl.models.families import unpacked_reason
 from meshrl.models.routers import Routers
 
@@ -72,16 +74,15 @@ class BatchSampling:
 class ModelRunner(ABC):
     """The model and its sampling; the kinds below compute its logits. Used by one thread."""
 
-    def __init__(
-        self, model: PreTrainedModel, *, num_slots: int, max_len: int, keep_routes: bool, cache: SlotCache | None = None
-    ) -> None:
+    cache: SlotCache | None = None
+
+    def __init__(self, model: PreTrainedModel, *, num_slots: int, max_len: int, keep_routes: bool) -> None:
         """With `keep_routes` the tokens' experts are kept beside the cache."""
         self.model = model
         self.num_slots = num_slots
         self.max_len = max_len
         self.device = model.device
         self.adapters = AdapterLayers(model, model.device)
-        self.cache = cache
         self.routes = RouteStore(Routers(model), num_slots=num_slots, max_len=max_len) if keep_routes else None
         self._params = BatchSampling()
         self._reweighted: list[int] = []  # slots of decoding rows with penalties or biases
@@ -176,11 +177,13 @@ class ModelRunner(ABC):
 class SlotRunner(ModelRunner):
     """The model with its slot cache: a token costs one token's work. For models with packed attention."""
 
+    cache: SlotCache
+
     def __init__(
         self, model: PreTrainedModel, *, num_slots: int, max_len: int, kv_cache_bytes: int | None, keep_routes: bool
     ) -> None:
         """Allocates the cache; a bound on its bytes may reduce the slots. Raises ValueError when not even one fits."""
-        register_attention(model)
+        use_attention(model, ATTENTION_NAME, slot_attention)
         states = probe_layers(model)
         slot_bytes = bytes_per_slot(states, max_len)
         if kv_cache_bytes is not None:
@@ -190,8 +193,8 @@ class SlotRunner(ModelRunner):
                 f"one sequence of max_model_len {max_len} takes {slot_bytes} bytes of KV cache, more than the bound of "
                 f"{kv_cache_bytes}; raise kv_cache_bytes or lower max_model_len"
             )
-        self._slots = SlotCache([SlotLayer(num_slots, max_len, key, value) for key, value in states])
-        super().__init__(model, num_slots=num_slots, max_len=max_len, keep_routes=keep_routes, cache=self._slots)
+        self.cache = SlotCache([SlotLayer(num_slots, max_len, key, value) for key, value in states])
+        super().__init__(model, num_slots=num_slots, max_len=max_len, keep_routes=keep_routes)
 
     def _forward(self, table: SlotTable, pieces: Sequence[PrefillPiece]) -> torch.Tensor:
         rows = table.decoding
@@ -212,7 +215,7 @@ class SlotRunner(ModelRunner):
         if self.device.type == "cuda":  # in blocks: its kernels want aligned masks
             extent = min(-(-extent // GPU_BLOCK) * GPU_BLOCK, self.max_len)
         plan = StepPlan(
-            cache=self._slots,
+            cache=self.cache,
             max_len=self.max_len,
             slots_T=torch.from_numpy(slots).to(self.device),
             positions_T=torch.from_numpy(positions).to(self.device),
@@ -220,7 +223,7 @@ class SlotRunner(ModelRunner):
             extent=extent,
             ragged=rows > 0 and extent > int(positions[:rows].min()) + 1,
             segments=segments,
-            dtype=self._slots.layers[0].keys.dtype,
+            dtype=self.cache.layers[0].keys.dtype,
         )
         attention = sdpa_kernel(GPU_ATTENTION) if self.device.type == "cuda" else nullcontext()
         adapters_T = table.slots["adapter"][slots]
