@@ -49,7 +49,7 @@ class InstantEngine:
 
     version, root, paused, draining, unfit, in_flight = 0, None, False, False, None, 0
     logprobs_mode = "processed_logprobs"
-    adapters = None
+    adapters, runs = None, {}
 
     def __init__(self, max_model_len: int, vocab_size: int, tokenizer: Any) -> None:
         self.max_model_len, self.vocab_size = max_model_len, vocab_size

@@ -276,6 +276,11 @@ class Engine(ABC):
         return False
 
     @property
+    def runs(self) -> Mapping[str, ServedAdapter[Any]]:
+        """The newest adapter of each run."""
+        return {} if self.adapters is None else self.adapters.newest
+
+    @property
     def in_flight(self) -> int:
         """Requests running or waiting."""
         return self._in_flight.count

@@ -30,7 +30,7 @@ def token(start: int, finish: FinishReason | None = None) -> TokenChunk:
 class Misbehaving:
     """An engine that gives some tokens and then does what the test asks for."""
 
-    version, root, adapters, draining, unfit, in_flight = 3, None, None, False, None, 0
+    version, root, adapters, runs, draining, unfit, in_flight = 3, None, None, {}, False, None, 0
     max_model_len, vocab_size = 96, 40
 
     def __init__(self, tokens: int, then: Callable[[], Awaitable[None]]) -> None:

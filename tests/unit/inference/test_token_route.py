@@ -115,7 +115,7 @@ async def test_prompt_logprobs_are_those_of_transformers_forward_pass(
 class RichEngine:
     """Answers with everything that an engine may report."""
 
-    version, root, adapters, max_model_len = 1, None, None, 96
+    version, root, adapters, runs, max_model_len = 1, None, None, {}, 96
 
     def __init__(self) -> None:
         self.asked: list[GenerateRequest] = []

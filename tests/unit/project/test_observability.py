@@ -30,7 +30,7 @@ def offered() -> set[str]:
         running=0, waiting=0, slots=1, generated_tokens=0, prefilled_tokens=0, shared_prompt_tokens=0,
         finished_requests=0, steps=0, busy_s=0.0,
     )  # fmt: skip
-    engine: Any = SimpleNamespace(stats=lambda: stats, version=1, adapters=None)
+    engine: Any = SimpleNamespace(stats=lambda: stats, version=1, runs={})
     registry = CollectorRegistry()
     for collector in (RecordMetrics(), WatchMetrics(ProgramWatch("trainer", Waits(), None)), EngineMetrics(engine)):
         registry.register(collector)

@@ -103,8 +103,7 @@ class InferenceServer:
     # --- what anybody may ask ---------------------------------------------------------------
 
     async def _models(self, _request: web.Request) -> web.StreamResponse:
-        served = () if self._engine.adapters is None else self._engine.adapters.newest
-        return web.json_response({"object": "list", "data": [self._card(), *map(self._card, served)]})
+        return web.json_response({"object": "list", "data": [self._card(), *map(self._card, self._engine.runs)]})
 
     async def _model(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["id"]
@@ -132,8 +131,7 @@ class InferenceServer:
         return web.json_response({"status": "ok"})
 
     async def _version(self, _request: web.Request) -> web.StreamResponse:
-        root, stats, adapters = self._engine.root, self._engine.stats(), self._engine.adapters
-        runs = {} if adapters is None else adapters.newest
+        root, stats, runs = self._engine.root, self._engine.stats(), self._engine.runs
         if len(runs) == 1:
             root = next(iter(runs.values())).root
         follower = self._follower

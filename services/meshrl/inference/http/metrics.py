@@ -19,8 +19,7 @@ class EngineMetrics(Collector):
 
     def collect(self) -> list[Metric]:
         """Returns a family with one sample for each metric; a run's adapter has its version in place of the base's."""
-        stats, version, adapters = self._engine.stats(), self._engine.version, self._engine.adapters
-        runs = {} if adapters is None else {run_id: adapter.version for run_id, adapter in adapters.newest.items()}
+        stats, version, runs = self._engine.stats(), self._engine.version, self._engine.runs
         gauges = (
             ("requests_running", "Requests that hold a slot", stats.running),
             ("requests_waiting", "Requests that wait for a slot", stats.waiting),
@@ -31,8 +30,8 @@ class EngineMetrics(Collector):
         versions = GaugeMetricFamily(
             "meshrl_engine_policy_version", "Version of the weights; -1 for none", labels=["run"] if runs else []
         )
-        for run_id, newest in runs.items():
-            versions.add_metric([run_id], newest)
+        for run_id, adapter in runs.items():
+            versions.add_metric([run_id], adapter.version)
         if not runs:
             versions.add_metric([], -1 if version is None else version)
         counters = (

@@ -227,15 +227,15 @@ class Serving:
         `RUN@` is a run for certain, and waits for its first version; a plain name is a run if it is served. The header
         of a run decides if the engine serves adapters, or has no version at all yet.
         """
-        adapters = self.engine.adapters
-        if adapters is None:
+        if self.engine.adapters is None:
             return ""
+        runs = self.engine.runs
         run_id = headers.get(RUN_HEADER, "")
-        if run_id and "@" not in (model or "") and (adapters.newest or self.engine.version is None):
+        if run_id and "@" not in (model or "") and (runs or self.engine.version is None):
             return f"{run_id}@"
         if not model or model == self.model_name:
             return ""
-        return model if "@" in model or model in adapters.newest else ""
+        return model if "@" in model or model in runs else ""
 
     @asynccontextmanager
     async def deadline(self) -> AsyncIterator[None]:
@@ -274,8 +274,8 @@ class Serving:
 
 def served_version(engine: Engine) -> int | None:
     """The version for requests that name no run: of the only run, or else of the base model."""
-    newest = {} if engine.adapters is None else engine.adapters.newest
-    return next(iter(newest.values())).version if len(newest) == 1 else engine.version
+    runs = engine.runs
+    return next(iter(runs.values())).version if len(runs) == 1 else engine.version
 
 
 async def gather(calls: list[Awaitable[Result]]) -> list[Result]:

@@ -71,8 +71,7 @@ class CompletionSpans:
 
     def _note_version(self) -> None:
         served = [(self._engine.version, self._engine.root)]
-        if self._engine.adapters is not None:
-            served += [(held.version, held.root) for held in self._engine.adapters.newest.values()]
+        served += [(adapter.version, adapter.root) for adapter in self._engine.runs.values()]
         for version, root in served:
             if version is not None and root:  # else it was loaded by hand: no hub brought it
                 self._syncs.setdefault(version, format_traceparent(sync_context(version, root)))
