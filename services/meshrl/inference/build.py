@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -39,18 +39,16 @@ class EngineChoice:
     cost: str = ""  # a warning about its speed, where `auto` has no better choice
 
 
-def choose_engine(
-    engine: Literal["auto", "embedded", "vllm"], device: str, *, vllm_only: Sequence[str], sleeps: bool
-) -> EngineChoice:
+def choose_engine(config: InferenceConfig) -> EngineChoice:
     """The engine of the key `engine`, or the choice of `auto` on this machine. Raises ValueError for keys that the
     engine lacks: those that are `vllm_only`, and sleeping without a GPU."""
     has_vllm, has_gpu = importlib.util.find_spec("vllm") is not None, torch.cuda.is_available()
-    choice = decide(engine, device, has_vllm=has_vllm, has_gpu=has_gpu)
+    choice = decide(config.engine, config.model.device, has_vllm=has_vllm, has_gpu=has_gpu)
     if choice.cost:
         logger.warning(choice.cost)
-    if choice.engine == "embedded" and vllm_only:
-        raise ValueError(f"{only_vllm(vllm_only)} (engine = '{engine}': {choice.reason})")
-    if sleeps and not has_gpu:
+    if choice.engine == "embedded" and config.vllm_only:
+        raise ValueError(f"{only_vllm(config.vllm_only)} (engine = '{config.engine}': {choice.reason})")
+    if config.sleep_while_training and not has_gpu:
         raise ValueError(
             "inference.sleep_while_training needs a GPU: vLLM has no sleep mode on a CPU; leave it out, or run on a"
             " machine with a GPU"
@@ -85,9 +83,7 @@ async def open_engine(
     Raises: ModelError when the model cannot be loaded, ValueError if a changed configuration would help.
     """
     start = start or Start()
-    choice = choose_engine(
-        config.engine, config.model.device, vllm_only=config.vllm_only, sleeps=config.sleep_while_training
-    )
+    choice = choose_engine(config)
     logger.info("the engine is {}: {}", choice.engine, choice.reason)
     if choice.engine == "vllm":
         from meshrl.inference.vllm.build import open_vllm_engine  # vLLM is an extra, and takes seconds to import

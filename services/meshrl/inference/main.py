@@ -55,12 +55,7 @@ def _run(config: InferenceProgramConfig) -> None:
     if config.headless:
         from meshrl.inference.vllm.build import run_headless  # vLLM is an extra, and takes seconds to import
 
-        run_headless(
-            config.model,
-            config.vllm_arguments(),
-            versions=config.takes_whole_versions,
-            torch_threads=config.torch_threads,
-        )
+        run_headless(config)
         return
     settings = config.bench
     if settings is not None:

@@ -149,10 +149,7 @@ def test_auto_takes_vllm_where_it_can_run_on_a_gpu(
 
 
 def choose(*argv: str) -> EngineChoice:
-    config = load(*argv)
-    return choose_engine(
-        config.engine, config.model.device, vllm_only=config.vllm_only, sleeps=config.sleep_while_training
-    )
+    return choose_engine(load(*argv))
 
 
 def test_keys_of_vllm_are_refused_when_auto_comes_to_the_embedded_engine() -> None:

@@ -30,7 +30,7 @@ def config(folder: Path, family: str, **changes: Any) -> InferenceConfig:
 
 
 def described(served: InferenceConfig) -> Layout:
-    return describe(served.model, torch.bfloat16, versions=served.takes_whole_versions)[0]
+    return describe(served, torch.bfloat16)[0]
 
 
 VERSIONS = {"weight_broadcast": WeightBroadcastConfig(address="localhost:1")}

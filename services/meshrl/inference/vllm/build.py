@@ -26,7 +26,6 @@ from meshrl.models.load import empty_model, eos_token_ids, resolve_dtype
 from meshrl.models.routers import Routers
 from meshrl.models.state import hf_state
 from meshrl.versions.layout import Layout, layout_of
-from meshrl.wire.values import JsonObject
 
 if TYPE_CHECKING:  # vLLM is an extra, and takes seconds to import
     from vllm.config import VllmConfig
@@ -42,24 +41,12 @@ async def open_vllm_engine(config: InferenceConfig, start: Start, meanwhile: Cal
     `meanwhile`: as of `open_engine`. No thread of such work is in this process while it is forked.
     """
     with start.phase("vllm.configuration"), loading():
-        vllm_config = await asyncio.to_thread(
-            _vllm_config,
-            config.model,
-            config.vllm_arguments(),
-            versions=config.takes_whole_versions,
-            torch_threads=config.torch_threads,
-        )
+        vllm_config = await asyncio.to_thread(_vllm_config, config)
         from meshrl.inference.vllm.adapters import AdapterStore
         from meshrl.inference.vllm.engine import VllmEngine
 
     forks = vllm_config.device_config.device_type == "cpu" and config.torch_threads == 1
-    layout, eos_token_ids = await asyncio.to_thread(
-        describe,
-        config.model,
-        vllm_config.model_config.dtype,
-        versions=config.takes_whole_versions,
-        load_format=config.vllm_argument("load_format"),
-    )
+    layout, eos_token_ids = await asyncio.to_thread(describe, config, vllm_config.model_config.dtype)
     lora = vllm_config.lora_config
     routed = None
     if config.vllm_argument("enable_return_routed_experts"):
@@ -98,9 +85,9 @@ async def open_vllm_engine(config: InferenceConfig, start: Start, meanwhile: Cal
     return engine
 
 
-def run_headless(model: ModelConfig, arguments: JsonObject, *, versions: bool, torch_threads: int | None) -> None:
+def run_headless(config: InferenceConfig) -> None:
     """Runs this node's share of a data-parallel engine with its front end on another node; returns when that ends."""
-    vllm_config = _vllm_config(model, arguments, versions=versions, torch_threads=torch_threads, headless=True)
+    vllm_config = _vllm_config(config, headless=True)
     from vllm.v1.engine.utils import CoreEngineProcManager
     from vllm.v1.executor import Executor
 
@@ -126,14 +113,8 @@ def run_headless(model: ModelConfig, arguments: JsonObject, *, versions: bool, t
         manager.shutdown()
 
 
-def _vllm_config(
-    model: ModelConfig,
-    arguments: JsonObject,
-    *,
-    versions: bool,
-    torch_threads: int | None,
-    headless: bool = False,
-) -> VllmConfig:
+def _vllm_config(config: InferenceConfig, *, headless: bool = False) -> VllmConfig:
+    model, arguments, torch_threads = config.model, config.vllm_arguments(), config.torch_threads
     prepare_environment(torch_threads)
     if arguments.get("enforce_eager") and not torch.accelerator.is_available():
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # vLLM compiles a few functions on a CPU even then
@@ -141,7 +122,7 @@ def _vllm_config(
     given = {"seed": secrets.randbelow(2**31), **arguments}
     if given["dtype"] == "auto":  # vLLM's own rule is not the trainer's
         given["dtype"] = str(resolve_dtype(model)).removeprefix("torch.")
-    chosen = {**automatic(model, given, versions=versions), **given}
+    chosen = {**automatic(model, given, versions=config.takes_whole_versions), **given}
     inspect_models_here()
     if imports_ahead():
         start_processes_by(ForkServer())
@@ -182,15 +163,13 @@ def _routed(model: ModelConfig) -> RoutedLayers:
     return RoutedLayers(layers=tuple(routers.layers), experts=routers.shape.experts)
 
 
-def describe(
-    model: ModelConfig, dtype: torch.dtype, *, versions: bool, load_format: str | None = None
-) -> tuple[Layout, tuple[int, ...]]:
+def describe(config: InferenceConfig, dtype: torch.dtype) -> tuple[Layout, tuple[int, ...]]:
     """(name, dtype, shape) of every weight under Hugging Face names, and the tokens that end a completion.
 
-    For `versions` of the whole model its folder must be one that the trainers take, unless vLLM has a `load_format` of
+    For versions of the whole model its folder must be one that the trainers take, unless vLLM loads it in a format of
     its own. Raises ModelError.
     """
-    skeleton = empty_model(model, dtype=dtype)
-    if versions and load_format in (None, "auto"):
-        WeightReader(ModelFolder.find(model), skeleton)
+    skeleton = empty_model(config.model, dtype=dtype)
+    if config.takes_whole_versions and config.vllm_argument("load_format") in (None, "auto"):
+        WeightReader(ModelFolder.find(config.model), skeleton)
     return layout_of(hf_state(skeleton)), eos_token_ids(skeleton)
