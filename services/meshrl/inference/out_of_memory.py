@@ -15,27 +15,19 @@ _WANTED = re.compile(r"tried to allocate ([\d.]+ ?[A-Za-z]+)", re.IGNORECASE)
 _ON_THE_HOST = "can't allocate memory"  # torch's allocator of a CPU raises a plain RuntimeError
 
 
-def is_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or _ON_THE_HOST in str(error)
-
-
-def out_of_memory(error: Exception, *, doing: str, device: torch.device, remedy: str) -> MeshError:
-    """OUT_OF_MEMORY for a failed allocation. `remedy` names the settings, as the end of the sentence."""
-    wanted = _WANTED.search(str(error))
-    asked = f"{wanted[1]} more were asked for" if wanted else "an allocation failed"
-    there = ""
-    if device.type == "cuda":
-        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-        there = f" and {free_bytes / GIB:.2f} of {total_bytes / GIB:.1f} GiB are free"
-    return MeshError(Reason.OUT_OF_MEMORY, f"{doing} ran out of memory on {device}: {asked}{there}; {remedy}")
-
-
 @contextmanager
 def named_out_of_memory(*, doing: str, device: torch.device, remedy: str) -> Iterator[None]:
-    """Raises MeshError OUT_OF_MEMORY in place of a failed allocation; other errors pass."""
+    """Raises MeshError OUT_OF_MEMORY in place of a failed allocation; `remedy` ends the sentence. Other errors pass."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
+        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and _ON_THE_HOST not in str(error):
             raise
-        raise out_of_memory(error, doing=doing, device=device, remedy=remedy) from error
+        wanted = _WANTED.search(str(error))
+        asked = f"{wanted[1]} more were asked for" if wanted else "an allocation failed"
+        there = ""
+        if device.type == "cuda":
+            free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+            there = f" and {free_bytes / GIB:.2f} of {total_bytes / GIB:.1f} GiB are free"
+        message = f"{doing} ran out of memory on {device}: {asked}{there}; {remedy}"
+        raise MeshError(Reason.OUT_OF_MEMORY, message) from error

@@ -14,7 +14,7 @@ from typing import TypedDict
 
 import torch
 
-from meshrl.inference.out_of_memory import is_out_of_memory, out_of_memory
+from meshrl.inference.out_of_memory import named_out_of_memory
 from meshrl.wire.errors import MeshError, Reason
 
 OUT_OF_MEMORY_REMEDY = (
@@ -64,17 +64,14 @@ class Job:
                 raise MeshError(Reason.DEADLINE_PASSED, text)
             if self._stream is not None:
                 torch.cuda.set_device(self._device)
-            with torch.no_grad(), torch.cuda.stream(self._stream), _quick_switches():  # None: no stream
+            named = named_out_of_memory(doing=self._doing, device=self._device, remedy=OUT_OF_MEMORY_REMEDY)
+            with named, torch.no_grad(), torch.cuda.stream(self._stream), _quick_switches():  # None: no stream
                 self._work()
-            if self._stream is not None:
-                self._stream.synchronize()
+                if self._stream is not None:
+                    self._stream.synchronize()
         except MeshError as error:
             self.outcome = {"reason": error.reason.name, "message": error.message}
         except Exception as error:  # noqa: BLE001 - a thread has no caller: the engine gets it as the outcome
-            if is_out_of_memory(error):
-                named = out_of_memory(error, doing=self._doing, device=self._device, remedy=OUT_OF_MEMORY_REMEDY)
-                self.outcome = {"reason": named.reason.name, "message": named.message}
-                return
             self.outcome = {"reason": Reason.LAYOUT_MISMATCH.name, "message": f"{type(error).__name__}: {error}"}
         else:
             self.outcome = {"seconds": time.perf_counter() - began_s}
