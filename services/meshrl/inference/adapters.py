@@ -1,7 +1,7 @@
 """The adapters that an engine serves: which version each run's requests get, and when an older one is unloaded.
 
-For every kind of engine, which loads and unloads them. A version is added beside the served ones, and new requests get
-it once it is `serve`d; requests in flight stay on their version, which is unloaded when the last of them ends. No I/O.
+A version is added beside the served ones, and new requests get it once it is `serve`d; requests in flight stay on
+theirs, which is unloaded when the last of them ends. No I/O.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Loaded = TypeVar("Loaded")
 
 @dataclass(kw_only=True, eq=False)
 class ServedAdapter(Generic[Loaded]):
-    """A version of a run's adapter in an engine. `number` is unique, as versions of another epoch share their names."""
+    """A version of a run's adapter. `number` is unique, as versions of another epoch share their names."""
 
     run_id: str
     version: int
@@ -42,7 +42,7 @@ class ServedAdapter(Generic[Loaded]):
 
 
 class AdapterTable(Generic[Loaded]):
-    """The adapters of one engine, at most `max_adapters` at once, older ones with requests included."""
+    """At most `max_adapters` at once, older ones with requests included."""
 
     def __init__(self, max_adapters: int, max_rank: int, unload: Callable[[ServedAdapter[Loaded]], None]) -> None:
         """`max_rank` is 0 if any rank fits; `unload` is called once for each adapter, when nothing uses it."""
@@ -57,7 +57,7 @@ class AdapterTable(Generic[Loaded]):
     async def room(self, run_id: str) -> int:
         """Waits for a place for a version of a run and returns its number.
 
-        A version of the run that was added and never served makes way. Raises MeshError OVERLOADED: no place came.
+        A version of the run that was added and never served makes way. Raises MeshError OVERLOADED when no place came.
         """
         for adapter in [a for a in self._adapters if a.run_id == run_id and not (a.newest or a.over)]:
             self._end(adapter)

@@ -1,11 +1,10 @@
 """`inference --bench`: measures how fast the configured engine samples by itself, without server, hub or agent.
 
-Requests are made up: random prompts in groups of `group_size`, as in training, and completions of a drawn length, to
-which the engine is made to go on. As many are in flight as the engine has slots, until all are done; a few tokens of
-the first ones warm up. `rl --bench` reads the rate in bench/inference.json as what engines make alone.
+Requests are made up: random prompts in groups of `group_size` and completions of a drawn length, to which the engine is
+made to go on. `rl --bench` reads the rate in bench/inference.json.
 
-tokens/s    sampled tokens of the measured requests, over the time from the first one's start to the last one's end
-tail        share of that time in which less than half of the requests are in flight, for there are no more
+tokens/s sampled tokens of the measured requests, over the time from the first one's start to the last one's end tail
+share of that time in which less than half of the requests are in flight, for there are no more
 """
 
 from __future__ import annotations
@@ -59,7 +58,6 @@ class EngineBenchReport:
 
 
 async def bench(config: InferenceConfig, settings: EngineBenchConfig, stop: asyncio.Event) -> int:
-    """Opens the engine, measures it, and closes it; the exit code, 2 where a changed configuration would help."""
     try:
         engine = await unless_stopped(stop, open_engine(config.model_copy(update={"weight_broadcast": None})))
     except StoppedError:
@@ -89,8 +87,7 @@ async def bench(config: InferenceConfig, settings: EngineBenchConfig, stop: asyn
 async def measure(
     engine: Engine, settings: EngineBenchConfig, model: ModelConfig, *, deadline_s: float
 ) -> EngineBenchReport:
-    """Warms the engine up, then measures it; a request may take `deadline_s`. Raises MeshError for requests that the
-    engine refuses, and ValueError."""
+    """Raises MeshError for requests that the engine refuses, and ValueError."""
     model_config = await asyncio.to_thread(
         AutoConfig.from_pretrained, model.name, trust_remote_code=model.trust_remote_code
     )
@@ -116,10 +113,7 @@ async def measure(
 
 
 def fake_requests(settings: EngineBenchConfig, engine: Engine, *, vocab_size: int) -> list[GenerateRequest]:
-    """Groups of one random prompt and completions of lengths drawn evenly; the same settings give the same.
-
-    Raises ValueError if a prompt and its completion are too long for the engine.
-    """
+    """The same settings give the same. Raises ValueError if they are too long for the engine."""
     longest = settings.prompt_tokens + settings.max_tokens
     if longest > engine.max_model_len:
         raise ValueError(

@@ -40,8 +40,7 @@ class EngineChoice:
 
 
 def choose_engine(config: InferenceConfig) -> EngineChoice:
-    """The engine of the key `engine`, or the choice of `auto` on this machine. Raises ValueError for keys that the
-    engine lacks: those that are `vllm_only`, and sleeping without a GPU."""
+    """Raises ValueError for keys that the engine lacks, and for sleeping without a GPU."""
     has_vllm, has_gpu = importlib.util.find_spec("vllm") is not None, torch.cuda.is_available()
     choice = decide(config.engine, config.model.device, has_vllm=has_vllm, has_gpu=has_gpu)
     if choice.cost:
@@ -57,7 +56,6 @@ def choose_engine(config: InferenceConfig) -> EngineChoice:
 
 
 def decide(engine: Literal["auto", "embedded", "vllm"], device: str, *, has_vllm: bool, has_gpu: bool) -> EngineChoice:
-    """The choice for an interpreter with or without vLLM, a machine with or without a GPU, and a model's device."""
     if engine != "auto":
         return EngineChoice(engine=engine, reason="as configured")
     if not has_vllm:
@@ -78,9 +76,8 @@ async def open_engine(
 ) -> Engine:
     """The configured engine, started on this loop. `start` gets its phases.
 
-    `meanwhile` is called once, for work beside the start of vLLM's processes or the load of a model.
-
-    Raises: ModelError when the model cannot be loaded, ValueError if a changed configuration would help.
+    `meanwhile` is called once, for work beside the start. Raises ModelError when the model cannot be loaded, ValueError
+    if a changed configuration would help.
     """
     start = start or Start()
     choice = choose_engine(config)
@@ -98,8 +95,8 @@ async def open_engine(
 
 
 def build_engine(config: InferenceConfig) -> EmbeddedEngine:
-    """Loads the model and allocates the cache; takes seconds, so keep it off the event loop. Raises: ModelError when
-    the model cannot be loaded, ValueError when the cache bound is below one sequence."""
+    """Takes seconds, so keep it off the event loop. Raises ModelError, and ValueError when the cache bound is below one
+    sequence."""
     if config.torch_threads is not None:
         torch.set_num_threads(config.torch_threads)
     model = load_model(config.model)

@@ -29,8 +29,8 @@ class WeightLoader:
         self._lock = asyncio.Lock()
 
     async def load(self, folder: Path | None, version: int) -> float:
-        """Serves the weights in `folder` (None: the base model's) as `version`; returns the pause in seconds. Raises:
-        MeshError INVALID_REQUEST when there is no readable checkpoint, LAYOUT_MISMATCH when it does not fit."""
+        """Serves the weights in `folder` (None: the base model's) as `version`; returns the pause in seconds. Raises
+        MeshError INVALID_REQUEST, LAYOUT_MISMATCH."""
         async with self._lock:
             source = self._folder(folder)
             tensors = await asyncio.to_thread(read_checkpoint, source, self._engine.layout())
@@ -39,8 +39,8 @@ class WeightLoader:
 
     async def load_adapter(self, folder: Path, name: str, version: int | None) -> int:
         """Serves the LoRA adapter in `folder`, in PEFT's format, to requests for the model `name`; returns its version.
-        Raises: MeshError INVALID_REQUEST when there is none, NOT_SUPPORTED for other kinds of LoRA than base +
-        lora_alpha / r * B A and for an engine without adapters, LAYOUT_MISMATCH when it does not fit."""
+        Raises MeshError INVALID_REQUEST, NOT_SUPPORTED for other LoRA than base + lora_alpha / r * B A,
+        LAYOUT_MISMATCH."""
         adapters = self._engine.adapters
         if adapters is None:
             raise MeshError(Reason.NOT_SUPPORTED, "this engine takes no adapters; set inference.enable_lora")
@@ -83,8 +83,8 @@ class WeightLoader:
 
 
 def read_checkpoint(folder: Path, layout: Layout) -> dict[str, torch.Tensor]:
-    """The tensors of a Hugging Face checkpoint that the layout names, in the layout's dtypes, without tied duplicates;
-    `stage` names missing ones."""
+    """The tensors that the layout names, in its dtypes, without tied duplicates; `stage` names missing ones. Raises
+    MeshError INVALID_REQUEST."""
     try:
         files = sorted(folder.glob("*.safetensors"))
     except (OSError, ValueError) as error:  # too long, or with characters that no path has
@@ -106,7 +106,7 @@ def read_checkpoint(folder: Path, layout: Layout) -> dict[str, torch.Tensor]:
 
 
 def read_adapter(folder: Path, version: int) -> HostVersion:
-    """A LoRA adapter in PEFT's format, as a version. Raises MeshError INVALID_REQUEST, NOT_SUPPORTED."""
+    """Raises MeshError INVALID_REQUEST, NOT_SUPPORTED."""
     try:
         table, tensors = peft.read_folder(folder)
         adapter = peft.config_of(table)

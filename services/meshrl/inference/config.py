@@ -1,4 +1,4 @@
-"""Configuration of the `inference` program; read by its main and composed by the `rl` launcher."""
+"""Configuration of the `inference` program; `rl` composes it, too."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ VLLM_KEYS = (
     "tensor_parallel_size", "data_parallel_size", "data_parallel_size_local", "data_parallel_address",
     "data_parallel_rpc_port", "data_parallel_start_rank", "gpu_memory_utilization", "enforce_eager",
 )  # fmt: skip
-"""Keys that only the vLLM engine has, under vLLM's own names."""
+"""Keys of the vLLM engine alone, under vLLM's names."""
 
 BOTH_ENGINES = ("max_num_seqs", "max_num_batched_tokens")
-"""Keys of both engines that are passed to vLLM when they are set, under vLLM's own names."""
+"""Keys of both engines, passed to vLLM under these names when they are set."""
 
 ROUTER_DTYPE = "meshrl_router_dtype"
-"""Key of vLLM's additional_config for our routers, and part of the hash of what vLLM compiles."""
+"""Key of vLLM's additional_config for our routers, and so part of the hash of what vLLM compiles."""
 
 SHARED_GPU_UTILIZATION = 0.5
 DEFAULT_LORA_RANK = 16
 VLLM_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks that vLLM can be started for; the smallest that holds ours is taken."""
+"""Ranks that vLLM can be started for."""
 
 
 class EngineBenchConfig(BaseConfig):
     """Measures the engine on made-up requests and prints a table; nothing is served."""
 
     requests: int = Field(default=256, ge=1)
-    """Requests that are measured."""
+    """Measured requests."""
 
     concurrency: int | None = Field(default=None, ge=1)
     """Requests in flight; None means as many as the engine has slots."""
@@ -50,13 +50,13 @@ class EngineBenchConfig(BaseConfig):
     """Tokens of a prompt."""
 
     min_tokens: int = Field(default=512, ge=1)
-    """Fewest tokens of a completion; their number is drawn evenly from here to max_tokens."""
+    """Fewest tokens of a completion; their number is drawn evenly up to max_tokens."""
 
     max_tokens: int = Field(default=512, ge=1)
     """Most tokens of a completion."""
 
     json_path: Path | None = None
-    """File for the same numbers as JSON; None means bench/inference.json in output_dir."""
+    """File for the numbers as JSON; None means bench/inference.json in output_dir."""
 
 
 class InferenceConfig(BaseConfig):
@@ -72,47 +72,47 @@ class InferenceConfig(BaseConfig):
     """Where to listen. Admin routes require the API key, or without one a loopback peer that names this host."""
 
     engine: Literal["auto", "embedded", "vllm"] = "auto"
-    """Engine that runs the model; auto takes vLLM if it is installed and a GPU is present, else the embedded one."""
+    """Engine that runs the model; auto takes vLLM where it is installed and there is a GPU, else the embedded one."""
 
     vllm: dict[str, Any] = Field(default_factory=dict)
-    """Any other engine arguments of vLLM, under its names with underscores; checked against the installed vLLM."""
+    """Other engine arguments of vLLM, under its names with underscores; checked against the installed vLLM."""
 
     python: Path | None = None
-    """Interpreter that runs this program, such as that of an environment with vLLM, which must have meshrl. None means
-    the one that it was started with, or that runs `rl`."""
+    """Interpreter that runs this program, such as that of an environment with vLLM; it must have meshrl. None means the
+    one of its start, or of `rl`."""
 
     max_model_len: int = Field(default=2048, ge=2)
     """Longest sequence in tokens, prompt and completion together."""
 
     max_num_seqs: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Most sequences decoded at once. auto: for vLLM on a GPU as many as its KV cache holds for the model, the context
-    and the GPU, up to 1024, on a CPU 64; for the embedded engine, whose KV cache has a slot of max_model_len tokens for
-    each, 128. The log has the number and the reason."""
+    """Most sequences decoded at once. auto: vLLM on a GPU takes as many as its KV cache holds for model, context and
+    GPU, up to 1024, on a CPU 64; the embedded engine, whose KV cache has a slot of max_model_len tokens for each, 128.
+    The log has the number and the reason."""
 
     max_num_batched_tokens: int | None = Field(default=None, ge=1)
-    """Most tokens computed in one step; longer prompts take several steps beside the decoding. None means 8192 for vLLM
-    on a GPU of 70 GiB and more, else 2048; 2048 prompt tokens for the embedded engine."""
+    """Most tokens computed in one step; longer prompts take several. None means 8192 for vLLM on a GPU of 70 GiB and
+    more, else 2048; 2048 prompt tokens for the embedded engine."""
 
     max_prompt_bytes: int | None = Field(default=None, ge=1)
-    """Longest text that is tokenized for one prompt, in bytes of UTF-8 with the chat template's text; longer ones get a
-    400. None means 16 for each token of max_model_len, and at least 65536."""
+    """Longest text of a prompt, in bytes of UTF-8, the chat template's included; longer ones get a 400. None means 16
+    for each token of max_model_len, and at least 65536."""
 
     trust_request_chat_template: bool = False
     """Run a chat template that a request brings (`chat_template`, as in vLLM). It is a program: only for clients that
     may run code on this machine."""
 
     renderer: dict[str, Any] = Field(default_factory=dict)
-    """Renderer of the model's family, which parses tool calls and reasoning out of the replies to /v1/chat/completions:
-    {name = "qwen3"} or any other name of the renderers package with its options; "default" with tool_parser and
+    """Renderer of the model's family, which parses tool calls and reasoning out of replies to /v1/chat/completions:
+    {name = "qwen3"} or another name of the renderers package with its options; "default" with tool_parser and
     reasoning_parser for models that have none. Empty: by model.name if that is known; else replies are text, and
     requests with tools are refused."""
 
     max_queue: int = Field(default=4096, ge=0)
-    """Most requests waiting for a slot; one more is answered with 429."""
+    """Most requests waiting for a slot; one more gets a 429."""
 
     kv_cache_bytes: int | None = Field(default=None, ge=1)
-    """Size of the KV cache in bytes. None means the rest of gpu_memory_utilization; for the embedded engine, whose
-    slots it bounds, half of the free memory."""
+    """Bytes of the KV cache. None means the rest of gpu_memory_utilization; for the embedded engine, whose slots it
+    bounds, half of the free memory."""
 
     tensor_parallel_size: int | None = Field(default=None, ge=1)
     """vLLM: GPUs that one copy of the model is split over."""
@@ -121,10 +121,10 @@ class InferenceConfig(BaseConfig):
     """vLLM: copies of the model, over all nodes."""
 
     data_parallel_size_local: int | None = Field(default=None, ge=0)
-    """vLLM: copies of the model on this node; None means all of them."""
+    """vLLM: copies of the model on this node; None means all."""
 
     data_parallel_address: str | None = None
-    """vLLM: address of the node with the first copy, for copies on several nodes."""
+    """vLLM: address of the node with the first of copies on several nodes."""
 
     data_parallel_rpc_port: int | None = Field(default=None, ge=1, le=65535)
     """vLLM: port at data_parallel_address where the nodes meet."""
@@ -144,11 +144,11 @@ class InferenceConfig(BaseConfig):
 
     head_dtype: Literal["float32", "model"] = "float32"
     """vLLM: type of the logits. float32 sums them as the trainer does, which lowers the mismatch of a model in
-    bfloat16; model rounds them to the model's own type, as a quantized lm_head needs."""
+    bfloat16; model rounds them to the model's type, as a quantized lm_head needs."""
 
     router_dtype: Literal["float32", "model"] = "model"
-    """vLLM: type of the logits of a mixture's routers, to be the same as trainer.model.router_dtype: float32 sums
-    without rounding, model leaves it to the family."""
+    """vLLM: type of the logits of a mixture's routers, the same as trainer.model.router_dtype: float32 sums without
+    rounding, model leaves it to the family."""
 
     share_compiled: bool = False
     """vLLM on a GPU: share what it compiles at its start through the weight hub with engines of the same model, options
@@ -163,27 +163,27 @@ class InferenceConfig(BaseConfig):
     """Serve adapters, each run's to its own requests. vLLM then takes no whole models. None: with a lora_rank."""
 
     max_loras: int = Field(default=2, ge=1)
-    """Adapters that the engine holds and that one batch may mix: twice the runs, since a replaced version stays until
-    its last request ends. vLLM reserves memory for each on the GPU."""
+    """Adapters that the engine holds and one batch may mix: twice the runs, as a replaced version stays until its last
+    request ends. vLLM reserves GPU memory for each."""
 
     max_cpu_loras: int | None = Field(default=None, ge=1)
-    """vLLM: adapters in the host's memory, from which the GPU's max_loras are taken; by default as many."""
+    """vLLM: adapters in the host's memory, of which the GPU has max_loras; by default as many."""
 
     enable_return_routed_experts: bool = False
-    """Mixtures of experts: keep each token's experts for requests that ask for them, as router replay does
-    (`trainer.enable_router_replay`, with which `rl` sets it)."""
+    """Mixtures of experts: keep each token's experts for requests that ask for them, as router replay does. `rl` sets
+    it with `trainer.enable_router_replay`."""
 
     share_gpu: bool = False
-    """A trainer works on the same GPU: gpu_memory_utilization is 0.5 unless it is given. `rl` sets it."""
+    """A trainer works on the same GPU: gpu_memory_utilization is 0.5 unless given. `rl` sets it."""
 
     sleep_while_training: bool = False
     """vLLM on a GPU that the trainer shares, at max_async_level 0: while the trainer trains, weights go to host memory
-    and the KV cache is dropped; the next version or request takes the memory again. `rl` then also has the trainer give
-    its cached memory back after each step."""
+    and the KV cache is dropped; the next version or request takes the memory again. `rl` then has the trainer give its
+    cached memory back after each step."""
 
     torch_threads: int | None = Field(default=None, ge=1)
-    """Threads for torch kernels; None means the engine's own choice. vLLM on a CPU then runs an unsplit model inside
-    its scheduler's process, which leaves the other cores alone."""
+    """Threads for torch kernels; None means the engine's choice. vLLM on a CPU then runs an unsplit model inside its
+    scheduler's process, which leaves the other cores alone."""
 
     weight_broadcast: WeightBroadcastConfig | None = None
     """Where new weight versions come from; None means a plain server of the base model."""
@@ -196,18 +196,18 @@ class InferenceConfig(BaseConfig):
     """Name of this engine at the weight hub; empty means the host:port at which it is reached."""
 
     engine_pool: str = ""
-    """Pool this engine belongs to, for rollouts that ask for one."""
+    """Pool of this engine, for rollouts that ask for one."""
 
     api_key: SecretStr | None = None
-    """Bearer token that every request must carry, except those for health, version and metrics. It is never written to
-    a file or a log, and `rl` passes it on. A command line shows it to other users of the machine, so prefer the next
-    two keys. None takes theirs; if these are empty too, no key is required."""
+    """Bearer token that every request must carry, except those for health, version and metrics. It is in no file and no
+    log, and `rl` passes it on. A command line shows it to other users of the machine, so prefer the next two keys,
+    which None reads. Without any of the three no token is required."""
 
     api_key_file: Path | None = None
-    """File that holds the key instead."""
+    """File that holds the token."""
 
     api_key_var: str = Field(default="MESHRL_API_KEY", min_length=1)
-    """Environment variable that holds the key, if neither of the two above is set."""
+    """Environment variable that holds it, if neither of the two above is set."""
 
     seed: int | None = None
     """Seed of requests that bring none; None means one drawn at start."""
@@ -216,10 +216,10 @@ class InferenceConfig(BaseConfig):
     """On SIGTERM, how long requests in flight may go on before they are cut."""
 
     request_deadline_s: float = Field(default=600.0, gt=0.0)
-    """Longest time a request may take, waiting included; then it is cancelled with 504."""
+    """Longest time of a request, waiting included; then it is cancelled with 504."""
 
     bench: EngineBenchConfig | None = None
-    """Measure the engine on made-up requests and end; off unless given."""
+    """Measure the engine on made-up requests and end."""
 
     tls: TlsConfig = TlsConfig()
     """Certificates and tokens by which this program and its peers know each other."""
@@ -228,8 +228,8 @@ class InferenceConfig(BaseConfig):
     """Folder for logs and traces."""
 
     readable_by: ReadableBy = "owner"
-    """Who may read what this program writes: its own user alone, also the group of the files, or everyone on the
-    machine. Credentials stay for the owner."""
+    """Who may read what this program writes: its own user, also the group of the files, or everyone on the machine.
+    Credentials stay for the owner."""
 
     log: LogConfig = LogConfig()
     """Logging."""
@@ -300,7 +300,7 @@ class InferenceConfig(BaseConfig):
 
     @property
     def takes_whole_versions(self) -> bool:
-        """Whether vLLM has a second copy of the weights beside the live ones, which adapters do not need."""
+        """Whether vLLM has a second copy of the weights, which adapters do not need."""
         adapters = self._takes_adapters or bool(self.vllm_argument("enable_lora"))
         return self.weight_broadcast is not None and not adapters
 
@@ -309,7 +309,7 @@ class InferenceConfig(BaseConfig):
         return self.lora_rank is not None if self.enable_lora is None else self.enable_lora
 
     def vllm_arguments(self) -> JsonObject:
-        """vLLM's engine arguments: the keys set here and in the `vllm` table, and the model; without auto."""
+        """vLLM's engine arguments: the keys set here and in the `vllm` table, and the model."""
         given = {key: self._own(key) for key in (*VLLM_KEYS, *BOTH_ENGINES)}
         if self.share_gpu and "gpu_memory_utilization" not in self.vllm and given["gpu_memory_utilization"] is None:
             given["gpu_memory_utilization"] = SHARED_GPU_UTILIZATION
@@ -340,14 +340,13 @@ class InferenceConfig(BaseConfig):
         }
 
     def gpus_per_engine(self) -> int:
-        """GPUs of this node that one program with this configuration takes."""
+        """GPUs of this node that one such program takes."""
         sizes = [self._size("tensor_parallel_size"), self._size("pipeline_parallel_size")]
         local = self.vllm_argument("data_parallel_size_local")
         copies = self._size("data_parallel_size") if local is None else int(local)
         return max(1, copies) * sizes[0] * sizes[1]
 
     def vllm_argument(self, key: str) -> Any:
-        """One argument of vLLM, wherever it is set, or None."""
         own = self._own(key)
         return self.vllm.get(key) if own is None else own
 

@@ -1,8 +1,7 @@
 """`Engine`, the base of all engines and their interface for the HTTP server and the weight agent, and its data types.
 
-A request waits for a free slot, is prefilled, then gets one token a step until it stops. Weights change only between
-two steps: `stage` builds a shadow beside the running engine, `pause` stops stepping, `apply` swaps, `resume` goes on
-with the same requests and their KV cache.
+Weights change between two steps: `stage` builds a shadow beside the running engine, `pause` stops stepping, `apply`
+swaps, `resume` goes on with the same requests and their KV cache.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ MAX_HELD_BACK = 120
 
 
 class FinishReason(enum.StrEnum):
-    """Why a completion ended, in the words of the OpenAI API."""
+    """Why a completion ended, in OpenAI's words."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -53,7 +52,7 @@ class SamplingParams:
     positive logits are divided by repetition_penalty and negative ones multiplied. Then frequency_penalty is subtracted
     for each time that a token is in the completion, and presence_penalty once. The processed distribution is
     softmax(reweighted / temperature), cut by min_p, then top_k, then top_p, and normalised again. A temperature of 0
-    takes the most likely token, with the logprob of the uncut distribution at temperature 1.
+    takes the most likely token, with its logprob of the uncut distribution at temperature 1.
     """
 
     max_tokens: int  # at most; fewer where fewer fit behind the prompt
@@ -81,7 +80,6 @@ class SamplingParams:
 
     @property
     def truncated(self) -> bool:
-        """Whether some token of the vocabulary may be cut off."""
         return not self.greedy and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0)
 
     @property
@@ -91,13 +89,12 @@ class SamplingParams:
 
     @property
     def reweighted(self) -> bool:
-        """Whether logits are changed before the temperature."""
         return self.penalised or bool(self.logit_bias)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateRequest:
-    """One completion of one prompt. With `stream` each step yields a chunk, else one chunk comes at the end."""
+    """One completion of one prompt. With `stream` each step yields a chunk, else one comes at the end."""
 
     request_id: str
     prompt_ids: tuple[int, ...]
@@ -128,8 +125,8 @@ class PromptLogprobs:
 class TokenChunk:
     """Tokens [start, start + T) of a completion; K alternatives a token, most likely first.
 
-    Version spans count from the start of the completion; an engine may give all of them with the last chunk. A
-    candidate that the cuts removed has logprob -inf.
+    Version spans count from the start of the completion; an engine may give all with the last chunk. A candidate that
+    the cuts removed has logprob -inf.
     """
 
     start: int
@@ -167,7 +164,7 @@ class TokenChunk:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStats:
-    """Counters of an engine; totals count from its start."""
+    """Totals are since the engine's start."""
 
     running: int
     waiting: int
@@ -185,10 +182,10 @@ class EngineStats:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HostVersion:
-    """A version in this host's memory, every digest checked, ready to be staged.
+    """A version in this host's memory, its digests checked, ready to be staged.
 
-    `tensors` has Hugging Face names, or PEFT's if `adapter` describes them as a LoRA adapter of the served base
-    model. `files` are safetensors files that hold the same tensors, for engines that `stages_from_files`.
+    `tensors` has Hugging Face names, or PEFT's if `adapter` describes them as a LoRA adapter of the base model. `files`
+    are safetensors files of the same tensors, for engines that `stages_from_files`.
     """
 
     version: int
@@ -200,46 +197,42 @@ class HostVersion:
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveSupport:
-    """How an engine takes part in broadcasts (nccl transport): its ranks, one a device, and their backend."""
+    """An engine's part in broadcasts (nccl transport): its ranks, one a device, and their backend."""
 
     ranks: int
     backend: Literal["nccl", "gloo"]
 
 
 class Engine(ABC):
-    """The interface of an engine for the HTTP server and the weight agent, and the common parts of all engines:
-    requests in flight, draining and refusals.
+    """Raises everywhere `MeshError` with ENGINE_FAILED once the engine is unfit (a failed apply), DRAINING after close.
 
-    Raised everywhere: `MeshError` with ENGINE_FAILED once the engine is unfit (a failed apply), DRAINING after close.
     An engine that overrides only the abstract members never sleeps and takes whole versions alone.
     """
 
     logprobs_mode: Final = "processed_logprobs"
-    """The kind of the chunks' logprobs: of the distribution sampled from."""
+    """The chunks' logprobs are of the distribution sampled from."""
 
     stages_from_files: ClassVar[bool] = False
     """Whether `stage` reads `HostVersion.files`, for a model in other processes of this host."""
 
     patches: bool = False
-    """Whether `patch` can make the next version from the served one, so that no copy of it is needed."""
+    """Whether `patch` makes the next version from the served one, so that no copy of it is needed."""
 
     receives_deltas: bool = False
-    """Whether `receive` makes a version of its delta and the weights that are served."""
+    """Whether `receive` makes a version of its delta and the served weights."""
 
     can_sleep: bool = False
-    """Whether `sleep` can give memory back."""
 
     adapters: AdapterTable[Any] | None = None
-    """Its adapters; None for an engine without."""
+    """None for an engine without adapters."""
 
     collective: CollectiveSupport | None = None
-    """How the engine takes part in broadcasts; None when it cannot."""
+    """None for an engine that takes no part in broadcasts."""
 
     root: bytes | None = None
-    """Root hash of the live weights, when known."""
+    """Of the live weights, when known."""
 
     draining = False
-    """Whether new requests are refused because the engine is going to stop."""
 
     def __init__(self, *, max_model_len: int, vocab_size: int, capacity: int, reports_routes: bool) -> None:
         """`max_model_len`: longest sequence in tokens, prompt and completion together; `capacity`: requests that may be
@@ -254,7 +247,7 @@ class Engine(ABC):
     @property
     @abstractmethod
     def version(self) -> int | None:
-        """Version of the live weights; None before the first one is known."""
+        """Of the live weights; None before the first one is known."""
 
     @property
     @abstractmethod
@@ -272,7 +265,7 @@ class Engine(ABC):
 
     @property
     def sleeping(self) -> bool:
-        """Whether it has given memory back; a request or a version wakes the engine."""
+        """Whether it has given memory back; a request or a version wakes it."""
         return False
 
     @property
@@ -282,30 +275,29 @@ class Engine(ABC):
 
     @property
     def in_flight(self) -> int:
-        """Requests running or waiting."""
         return self._in_flight.count
 
     @abstractmethod
     def stats(self) -> EngineStats:
-        """Counters, read without stopping the engine."""
+        """Read without stopping the engine."""
 
     @abstractmethod
     def layout(self) -> Layout:
         """(name, dtype, shape) of every weight, sorted by Hugging Face name, tied duplicates left out."""
 
     async def weights_root(self) -> bytes:
-        """Root hash of the live weights, computed from their bytes; empty if the engine cannot read them back."""
+        """Root hash, computed from the bytes of the live weights; empty if the engine cannot read them back."""
         return b""
 
     # --- life -------------------------------------------------------------------------------
 
     def begin_drain(self) -> None:
-        """Refuses new requests from now on; those in flight go on."""
+        """Refuses new requests; those in flight go on."""
         self.draining = True
 
     @abstractmethod
     async def close(self, deadline_s: float = 0.0) -> None:
-        """Drains for at most `deadline_s`, aborts what is left and frees the model."""
+        """Drains for at most `deadline_s`, aborts the rest and frees the model."""
 
     async def _drain(self, deadline_s: float) -> None:
         self.begin_drain()
@@ -316,24 +308,19 @@ class Engine(ABC):
         """Gives memory back (weights to the host, KV cache dropped) until the next `wake`; returns whether the engine
         sleeps.
 
-        With requests in flight, a pause or a version under way it stays awake. Sleeping twice is fine, and sleeping and
-        waking take turns. A failure leaves the engine unfit for good and raises MeshError ENGINE_FAILED.
+        Requests in flight, a pause or a version under way keep it awake. A failure leaves it unfit for good and raises
+        MeshError ENGINE_FAILED.
         """
         return False
 
     async def wake(self) -> None:  # noqa: B027  # an engine that never sleeps has nothing to do
-        """Takes the memory again; `generate`, `pause`, `stage` and `receive` do so themselves. Waking twice is fine.
-
-        A failure leaves the engine unfit for good and raises MeshError ENGINE_FAILED.
-        """
+        """Takes the memory again, as `generate`, `pause`, `stage` and `receive` do by themselves; fails as `sleep`."""
 
     # --- requests ---------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
-        """Yields chunks until one carries a finish reason. Closing the iterator cancels the request.
-
-        Raises: MeshError OVERLOADED when the queue is full; INVALID_REQUEST when the prompt does not fit.
-        """
+        """Yields chunks until one carries a finish reason; closing the iterator cancels the request. Raises as
+        `check_request`."""
         with nullcontext() if self.adapters is None else self.adapters.using(request.policy) as adapter:
             self.check_request(request, of_adapter=adapter is not None)
             async with aclosing(self._complete(request, adapter)) as chunks:
@@ -361,7 +348,6 @@ class Engine(ABC):
     ) -> list[NDArray[np.float32]]: ...
 
     def _room(self, request: GenerateRequest) -> int:
-        """Tokens that its completion may have."""
         return min(request.sampling.max_tokens, self.max_model_len - len(request.prompt_ids))
 
     def check_fit(self) -> None:
@@ -370,11 +356,9 @@ class Engine(ABC):
             raise MeshError(Reason.ENGINE_FAILED, f"this engine must be reseeded: {self.unfit}")
 
     def check_request(self, request: GenerateRequest, *, of_adapter: bool = False) -> None:
-        """Refuses requests that the engine cannot serve. A request `of_adapter` needs no version of the base model.
-
-        Raises: MeshError ENGINE_FAILED, DRAINING, VERSION_NOT_AVAILABLE and OVERLOADED for the engine's state,
-        INVALID_REQUEST and NOT_SUPPORTED for the request.
-        """
+        """A request `of_adapter` needs no version of the base model. Raises MeshError ENGINE_FAILED, DRAINING,
+        VERSION_NOT_AVAILABLE and OVERLOADED for the engine's state, INVALID_REQUEST and NOT_SUPPORTED for the
+        request."""
         self.check_fit()
         if self.draining:
             raise MeshError(Reason.DRAINING, "this engine is shutting down; use another one")
@@ -411,8 +395,6 @@ class Engine(ABC):
             )
         elif start is not None and start > length:
             wrong = f"routed_experts_prompt_start {start} is beyond the prompt's {length} tokens"
-        elif sampling.max_tokens < 1:
-            wrong = f"max_tokens must be at least 1, got {sampling.max_tokens}"
         if wrong is not None:
             raise MeshError(Reason.INVALID_REQUEST, wrong)
 
@@ -429,13 +411,12 @@ class Engine(ABC):
     async def stage(self, host: HostVersion) -> None:
         """Builds the shadow of a version while generation goes on; an earlier one is dropped.
 
-        Raises: MeshError LAYOUT_MISMATCH naming the difference, NOT_SUPPORTED for an adapter that it cannot serve,
-        OUT_OF_MEMORY when the device has no room for it; the live version stays.
+        Raises MeshError LAYOUT_MISMATCH naming the difference, NOT_SUPPORTED for an adapter that it cannot serve,
+        OUT_OF_MEMORY; the live version stays.
         """
 
     async def patch(self, manifest: Manifest, delta: Path, *, onto_staged: bool) -> None:
-        """Builds the shadow of a version by a delta in a file, from the served version or, `onto_staged`, the staged
-        one.
+        """Builds the shadow by a delta in a file, from the served version or, `onto_staged`, the staged one.
 
         Every digest of the result is checked. Raises MeshError NOT_SUPPORTED if the engine turns out not to patch,
         DIGEST_MISMATCH; the live version stays.
@@ -450,19 +431,19 @@ class Engine(ABC):
     async def receive(self, manifest: Manifest) -> None:
         """Builds the shadow of a version from its senders' broadcast, while generation goes on.
 
-        Every digest is checked. Cancelling it breaks the group. Raises: MeshError GROUP_BROKEN when the group is gone
-        or nothing came in time, DIGEST_MISMATCH, LAYOUT_MISMATCH, OUT_OF_MEMORY; the live version stays.
+        Every digest is checked. Cancelling it breaks the group. Raises MeshError GROUP_BROKEN when the group is gone or
+        nothing came in time, DIGEST_MISMATCH, LAYOUT_MISMATCH, OUT_OF_MEMORY; the live version stays.
         """
 
     @abstractmethod
     async def leave_group(self) -> None:
-        """Ends the group, if any, a receive under way included."""
+        """A receive under way included."""
 
     @abstractmethod
     async def apply(self, version: int, root: bytes) -> None:
         """Makes the staged shadow live; only while paused. A failure leaves the engine unfit and raises ENGINE_FAILED.
 
-        Raises: MeshError VERSION_NOT_SEALED when `version` is not the one staged.
+        Raises MeshError VERSION_NOT_SEALED when `version` is not the one staged.
         """
 
     @abstractmethod

@@ -17,7 +17,7 @@ _ON_THE_HOST = "can't allocate memory"  # torch's allocator of a CPU raises a pl
 
 @contextmanager
 def named_out_of_memory(*, doing: str, device: torch.device, remedy: str) -> Iterator[None]:
-    """Raises MeshError OUT_OF_MEMORY in place of a failed allocation; `remedy` ends the sentence. Other errors pass."""
+    """Raises MeshError OUT_OF_MEMORY in place of a failed allocation; `remedy` ends its sentence."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

@@ -42,7 +42,7 @@ BYTES_PER_TOKEN = 16  # no text has so many all through
 
 
 class _Beside:
-    """What is done while the engine starts: text routes get their tokenizer, and a version comes from the hub."""
+    """Work beside the engine's start: text routes get their tokenizer, and a version comes from the hub."""
 
     def __init__(self, config: InferenceConfig, start: Start) -> None:
         self._config, self._start = config, start
@@ -90,8 +90,7 @@ class _Beside:
 
 async def serve(config: InferenceConfig, stop: asyncio.Event, tracer: Tracer) -> int:
     """Serves until `stop` is set, then drains; returns the exit code. Raises ConfigError for a bind or key that is not
-    allowed.
-    """
+    allowed."""
     beside = _Beside(config, start_of(tracer))
     try:
         return await _serve(config, stop, tracer, beside)

@@ -1,7 +1,7 @@
-"""Chooses vLLM's slots and share of memory from the GPU, the model and the context; used at the start of an engine.
+"""Chooses vLLM's slots and share of memory from the GPU, the model and the context. Pure arithmetic.
 
-Pure arithmetic. Training wants as many sequences at once as the KV cache has room for: a step of a small model costs
-nearly the same for 1,000 sequences as for 100.
+Training wants as many sequences at once as the KV cache has room for: a step of a small model costs nearly the same for
+1,000 sequences as for 100.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ BYTES_PER_LOGIT = 12
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """The sizes of a model that take memory. `kv_heads` None: its cache is something else than keys and values of each
-    token."""
+    """The sizes of a model that take memory. `kv_heads` None: its cache is not keys and values of each token."""
 
     parameters: int
     layers: int
@@ -46,10 +45,8 @@ class ModelShape:
         return -(-self.parameters * self.bytes_per_value // gpus)
 
     def kv_bytes_per_token(self, gpus: int = 1) -> int | None:
-        """Of keys and values of one token on each GPU: heads are split, and repeated where there are fewer than GPUs.
-
-        None where the cache has another form.
-        """
+        """On each GPU: heads are split, and repeated where there are fewer than GPUs. None where the cache has another
+        form."""
         if self.kv_heads is None:
             return None
         return 2 * self.layers * max(1, self.kv_heads // gpus) * self.head_dim * self.bytes_per_value
@@ -71,8 +68,6 @@ def shape_of(config: PreTrainedConfig, *, parameters: int, bytes_per_value: int)
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSize:
-    """What an engine is started with, and why, for the log."""
-
     max_num_seqs: int
     max_num_batched_tokens: int
     gpu_memory_utilization: float
@@ -113,8 +108,8 @@ def engine_size(
 
 
 def graph_sizes(slots: int) -> list[int]:
-    """The batch sizes of CUDA graphs, in order: up to all slots, so that no batch of more than 64 sequences runs as one
-    that is an eighth larger.
+    """The batch sizes of CUDA graphs, in order, up to all slots: no batch of more than 64 sequences runs as one that is
+    an eighth larger.
 
     Without a graph a batch's kernels are launched one by one, which takes longer than they run. vLLM's own list ends at
     512.
@@ -124,5 +119,5 @@ def graph_sizes(slots: int) -> list[int]:
 
 
 def fits(model: ModelShape, *, gpu_bytes: int, gpus: int = 1) -> bool:
-    """Whether the weights and their second copy for versions leave room for anything else."""
+    """Whether weights and their second copy leave room for anything else."""
     return 2 * model.weight_bytes(gpus) + RESERVE_BYTES + ACTIVATION_BYTES < gpu_bytes

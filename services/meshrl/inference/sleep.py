@@ -1,8 +1,7 @@
 """Puts an engine without work to sleep, which gives its GPU memory back, and wakes it when it is needed.
 
-The agent or an admin route asks for sleep; the next request or version ends it. Sleeping and waking take turns under
-one lock and finish even without their caller, so an engine is never left half asleep. After a failure the state of the
-memory is unknown: nothing is tried again, and the engine stays unfit.
+The agent or an admin route asks for sleep; the next request or version ends it. After a failure the state of the memory
+is unknown: nothing is tried again, and the engine stays unfit.
 """
 
 from __future__ import annotations
@@ -17,7 +16,8 @@ Result = TypeVar("Result")
 
 
 class Sleeper:
-    """Puts one engine to sleep and wakes it. For one event loop."""
+    """Sleeping and waking take turns under one lock and finish without their caller, so an engine is never half
+    asleep."""
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class Sleeper:
         busy: Callable[[], bool],
         deadline_s: float,
     ) -> None:
-        """`busy`: whether work keeps the engine awake. Falling asleep and waking up may take `deadline_s` each."""
+        """`busy`: whether work keeps the engine awake. Each way may take `deadline_s`."""
         self.sleeping = False
         self.failed: str | None = None
         self._fall_asleep, self._wake_up, self._busy = fall_asleep, wake_up, busy
@@ -40,7 +40,7 @@ class Sleeper:
         return await self._to_its_end(self._sleep())
 
     async def wake(self) -> None:
-        """Returns once the engine is awake, at once where it is. Raises MeshError ENGINE_FAILED."""
+        """Returns once it is awake. Raises MeshError ENGINE_FAILED."""
         if self.sleeping or self._lock.locked():
             await self._to_its_end(self._wake())
         self._check()
@@ -80,7 +80,6 @@ class Sleeper:
         return MeshError(Reason.ENGINE_FAILED, self.failed)
 
     async def _to_its_end(self, work: Coroutine[None, None, Result]) -> Result:
-        """An abandoned request must not stop the engine halfway."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._over)

@@ -1,4 +1,4 @@
-"""Submits `inference` as a SLURM job instead of running it here, when it has a [slurm] section."""
+"""Submits `inference` as a SLURM job when it has a [slurm] section."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def submit_inference(config: InferenceProgramConfig, dry_run: bool) -> str | Non
 
 
 def _listening(config: InferenceProgramConfig) -> dict[str, object]:
-    """Where each engine listens: at its node's address, or server.host. Raises ConfigError for an engine that others
-    reach, without a certificate or permission to do without."""
+    """At its node's address, or server.host. Raises ConfigError for an engine that others reach, without a certificate
+    or permission to do without."""
     server, tls = config.server, config.tls.files()
     named = CredentialFiles.from_environ(os.environ)
     own = (Layout(config.output_dir).credentials / "ca.key").exists()

@@ -1,8 +1,8 @@
 """The KV cache of the embedded engine, of fixed size, and the attention that reads it; each step writes into it.
 
 One step is a flat row of T tokens: first one token for each decoding slot (slots 0..R-1, in order), then the prompt
-pieces being prefilled. Shapes: S slots, M tokens a slot, R decoding rows, T tokens of the step, H key-value heads,
-Q query heads, G = Q/H, D head width, L tokens attended to.
+pieces being prefilled. Shapes: S slots, M tokens a slot, R decoding rows, T tokens of the step, H key-value heads, Q
+query heads, G = Q/H, D head width, L tokens attended to.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PROBE_ARGUMENT = "slot_probe"
 
 @dataclass(frozen=True)
 class Segment:
-    """`length` prompt tokens of `slot` from position `start` on, at `offset` of the step's flat row."""
+    """`length` prompt tokens of `slot` from position `start` on, at `offset` of the flat row."""
 
     slot: int
     start: int
@@ -33,7 +33,7 @@ class Segment:
 
 
 class SlotLayer:
-    """Keys and values of one call of attention: (S, H, M, D), allocated once; zeroed, as masked garbage can be NaN."""
+    """Keys and values of one call of attention: (S, H, M, D); zeroed, as masked garbage can be NaN."""
 
     def __init__(self, num_slots: int, max_len: int, key_like: torch.Tensor, value_like: torch.Tensor) -> None:
         self.num_heads = key_like.shape[1]
@@ -47,10 +47,10 @@ class SlotLayer:
 
 
 class SlotCache:
-    """The keys and values that each call of attention in a forward pass has seen, in the order of the calls.
+    """The keys and values of each call of attention in a forward pass, in the order of the calls.
 
     A cache of transformers holds what a layer chose to keep, which need not be what its attention attends to (latents,
-    shared or split heads). A slot is moved or copied by its first `length` tokens only.
+    shared or split heads).
     """
 
     def __init__(self, layers: Sequence[SlotLayer]) -> None:
@@ -75,10 +75,8 @@ class SlotCache:
 
 
 class StepPlan:
-    """Where each of the step's tokens goes, and the masks, built once and shared by all layers.
-
-    Each call of attention takes the `next_layer`, so a plan is good for one forward pass.
-    """
+    """Where each token of a step goes, and the masks, built once for all layers. Good for one forward pass, as each
+    call of attention takes the `next_layer`."""
 
     def __init__(
         self, *, cache: SlotCache, max_len: int, slots_T: torch.Tensor, positions_T: torch.Tensor, rows: int,
@@ -152,8 +150,8 @@ def slot_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attention of one step over the slots; returns (1, T, Q, D). Called by the stock modeling code.
 
-    `options` are those of transformers' attention functions, and the step's plan. Without a plan a forward pass is a
-    plain one over whole sequences.
+    `options` are those of transformers' attention functions, and the step's plan; without one a forward pass is a plain
+    one over whole sequences.
     """
     refuse_strange_scores(options)
     rule = ScoreRule(

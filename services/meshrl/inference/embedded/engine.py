@@ -1,11 +1,9 @@
 """The embedded engine: continuous batching of a Hugging Face model inside the `inference` program.
 
-Called by the HTTP server for completions and by the weight agent for new versions. It lives on the event loop; a thread
-of its own steps the model (`step_thread`), and runs whatever must not meet a step, such as a swap of weights.
-
-Decoding is its own, decided on 26 November 2026. transformers' `generate_batch` (5.19) makes 0.15 to 0.17 of its
-tokens/s on a CPU (`bench_engine.py`). It has one random stream for all requests, of each request's sampling parameters
-only temperature, top_k and top_p, and no adapters by request, alternatives, routes or versions of tokens.
+It lives on the event loop; a thread of its own steps the model (`step_thread`), and runs whatever must not meet a step,
+such as a swap of weights. transformers' `generate_batch` (5.19) makes 0.15 to 0.17 of its tokens/s on a CPU
+(`bench_engine.py`), has one random stream for all requests, and no adapters by request, alternatives, routes or
+versions of tokens.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ MAX_ADAPTERS = 16
 
 
 class EmbeddedEngine(Engine):
-    """An `Engine` (see `engine.py`) over one in-process model. `start` it on the loop that will consume its tokens."""
+    """Over one in-process model. `start` it on the loop that will consume its tokens."""
 
     receives_deltas = True
 
@@ -256,6 +254,6 @@ class EmbeddedEngine(Engine):
         return await asyncio.to_thread(self._weights.root)
 
     def _name_weights(self, version: int, root: bytes, *, same: bool = False) -> None:
-        """Called between two steps; `same` when only the name is new."""
+        """Called between two steps."""
         self._steps.table.new_weights(version, before=self._steps.version, same=same)
         self._steps.version, self.root = version, root

@@ -1,10 +1,9 @@
 """Adapters of the embedded engine, unmerged: each row of a step gets the low-rank product of its own adapter.
 
-    y_t = W x_t + (lora_alpha / rank) B_a A_a x_t      for a token t of a request with adapter a     (arXiv 2106.09685)
+y_t = W x_t + (lora_alpha / rank) B_a A_a x_t for a token t of a request with adapter a (arXiv 2106.09685)
 
-`AdapterLayers` stands beside the model's linear layers and adds the products, computed as the trainer computes them.
-Experts have merged weights of their own for each adapter, with which its tokens go through them. The runner announces
-which rows have which adapter before a pass. Shapes: N tokens of a pass, R rank, I inputs, O outputs.
+The products are computed as the trainer computes them. Experts have merged weights of their own for each adapter, with
+which its tokens go through them. Shapes: N tokens of a pass, R rank, I inputs, O outputs.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ BASE = 0  # the number of no adapter
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LoadedAdapter:
-    """The matrices of an adapter on the engine's device, by layer; merged weights of experts by parameter."""
+    """Matrices of an adapter on the engine's device, by layer; merged weights of experts by parameter."""
 
     number: int
     scale: float
@@ -41,11 +40,11 @@ class LoadedAdapter:
 
 
 Part = tuple[LoadedAdapter | None, torch.Tensor | slice]
-"""An adapter, None for the base model, and the tokens of a pass that have it."""
+"""An adapter, None for the base model, and its tokens of a pass."""
 
 
 class AdapterLayers:
-    """The layers of one model that adapters change, and the adapters that are loaded. Used by the engine's thread."""
+    """Used by the engine's thread."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._modules = dict(model.named_modules())
@@ -97,10 +96,8 @@ class AdapterLayers:
 
     @contextmanager
     def passing(self, *numbers: NDArray[np.int64]) -> Iterator[None]:
-        """For a pass whose tokens have the adapters of these numbers.
-
-        With several sets of tokens: all of them, and those of which the head computes logits.
-        """
+        """For a pass whose tokens have the adapters of these numbers. Several sets: all tokens, and those of which the
+        head computes logits."""
         kinds = {int(number) for each in numbers for number in np.unique(each)}
         if kinds == {BASE}:
             yield

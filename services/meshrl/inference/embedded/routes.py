@@ -17,8 +17,6 @@ from meshrl.wire.types.routes import Routes, narrowed
 
 
 class RouteStore:
-    """Routes of the slots of one model, of the forward passes that run within `noting`."""
-
     def __init__(self, routers: Routers, *, num_slots: int, max_len: int) -> None:
         """Raises ValueError for a model without experts."""
         if routers.shape is None:
@@ -35,7 +33,7 @@ class RouteStore:
     def noting(
         self, slots_N: NDArray[np.int64], positions_N: NDArray[np.int64], tokens_N: torch.Tensor | slice = slice(None)
     ) -> Iterator[None]:
-        """Keeps the routes of a forward pass, of its tokens `tokens_N` (default: all), at these places."""
+        """Keeps the routes of a forward pass, of its tokens `tokens_N`, at these places."""
         self._places = tokens_N, slots_N, positions_N
         try:
             yield

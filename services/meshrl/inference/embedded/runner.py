@@ -1,9 +1,7 @@
 """Runs one step of the model: takes what the slot table planned, returns a sampled token for each decoding row.
 
-The forward pass is that of transformers, for every model. `sample` draws a token for each row of its logits, after
-those that a request reweights. Each request owns a counter-based stream of uniforms: the n-th uniform is a hash of
-(seed, n), so a request's draws depend on its seed and its own distribution alone. A uniform becomes a token by
-inverting the cumulative distribution.
+Each request owns a counter-based stream of uniforms: the n-th is a hash of (seed, n), so a request's draws depend on
+its seed and its own distribution alone. A uniform becomes a token by inverting the cumulative distribution.
 
 Shapes: R decoding rows, T tokens of the step (rows first, then prompt pieces), V vocabulary, K alternatives, B rows
 that are sampled, C rows with some cut.
@@ -99,8 +97,8 @@ class ModelRunner(ABC):
     def score_prompt(self, token_ids: Sequence[int], *, top_k: int = 0, adapter: int = BASE) -> PromptLogprobs:
         """The logprob of each token after those before it, and of the likeliest in its place, at temperature 1.
 
-        One plain forward pass of the live weights, between two steps, which wait for it; several if the logits of all
-        tokens would take more than a gigabyte.
+        One plain forward pass between two steps, which wait for it; several if the logits of all tokens would take more
+        than a gigabyte.
         """
         ids_P = torch.tensor(token_ids, dtype=torch.long, device=self.device)
         vocab_size = self.model.config.get_text_config().vocab_size
@@ -129,7 +127,7 @@ class ModelRunner(ABC):
         )
 
     def step(self, table: SlotTable, pieces: Sequence[PrefillPiece]) -> StepOutput | None:
-        """Computes the decoding rows and the prompt pieces and samples the rows; None when no row decodes."""
+        """None when no row decodes."""
         rows = table.decoding
         with torch.inference_mode():
             logits_RV = self._forward(table, pieces)
@@ -156,7 +154,6 @@ class ModelRunner(ABC):
         cuts = [params[row] for row in cut_rows]
 
         def column(values: list[float], neutral: float, dtype: torch.dtype = torch.float32) -> torch.Tensor | None:
-            """None where no row needs it."""
             if all(value == neutral for value in values):
                 return None
             return torch.tensor(values, dtype=dtype, device=self.device)[:, None]
@@ -182,7 +179,7 @@ class SlotRunner(ModelRunner):
     def __init__(
         self, model: PreTrainedModel, *, num_slots: int, max_len: int, kv_cache_bytes: int | None, keep_routes: bool
     ) -> None:
-        """Allocates the cache; a bound on its bytes may reduce the slots. Raises ValueError when not even one fits."""
+        """A bound on the cache's bytes may reduce the slots. Raises ValueError when not even one fits."""
         use_attention(model, ATTENTION_NAME, slot_attention)
         states = probe_layers(model)
         slot_bytes = bytes_per_slot(states, max_len)
@@ -278,8 +275,8 @@ class RecomputingRunner(ModelRunner):
 def make_runner(
     model: PreTrainedModel, *, num_slots: int, max_len: int, kv_cache_bytes: int | None, keep_routes: bool = False
 ) -> ModelRunner:
-    """The runner that samples this model right, with the routes of a mixture of experts if they are kept. Raises
-    ValueError when the cache bound is below one sequence, and for routes of a model without experts."""
+    """The runner that samples this model right. Raises ValueError when the cache bound is below one sequence, and for
+    routes of a model without experts."""
     reason = unpacked_reason(model, max_len)
     if reason is None:
         return SlotRunner(
@@ -313,10 +310,10 @@ def uniforms(keys: NDArray[np.uint64], counters: NDArray[np.uint64]) -> NDArray[
 
 
 def reweight(logits_RV: torch.Tensor, table: SlotTable, slots: Sequence[int]) -> torch.Tensor:
-    """A copy of the logits in float32, with logit_bias and penalties of the decoding rows in `slots` applied.
+    """A copy of the logits in float32, with logit_bias and penalties of the rows in `slots` applied.
 
     In vLLM's order and by its formulas. Repetition counts prompt and completion (arXiv 1909.05858), presence and
-    frequency the completion alone. Shapes: R rows, U different tokens of one row.
+    frequency the completion alone. U: different tokens of one row.
     """
     reweighted_RV = logits_RV.to(torch.float32, copy=True)
     for slot in slots:

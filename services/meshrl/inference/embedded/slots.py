@@ -1,9 +1,8 @@
 """Decides which request has which slot and what each step computes; called by the step thread.
 
-Pure logic over arrays, with a clock only to note times. Slots [0, decoding) decode, [decoding, occupied) are being
-prefilled, the rest is free; rows move to keep this order, which makes a step's cache reads one contiguous block. All
-prompt tokens but the last are prefilled; the last is the first to be decoded. Shapes: S slots, M tokens a slot, R
-decoding rows.
+Pure logic over arrays. Slots [0, decoding) decode, [decoding, occupied) are being prefilled, the rest is free; rows
+move to keep this order, which makes a step's cache reads one contiguous block. All prompt tokens but the last are
+prefilled; the last is the first to be decoded. Shapes: S slots, M tokens a slot, R decoding rows.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class SlotStore(Protocol):
 
 @dataclass(eq=False)
 class RequestRow:
-    """One request from submission to its end. `deliver` (each chunk) and `fail` are called on the engine's thread."""
+    """One request from submission to its end. `deliver` and `fail` are called on the engine's thread."""
 
     request: GenerateRequest
     stop_ids: tuple[int, ...]
@@ -78,8 +77,6 @@ class RequestRow:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PrefillPiece:
-    """`tokens` of a row's prompt, to be written to its slot from position `start` on."""
-
     row: RequestRow
     start: int
     tokens: NDArray[np.int32]
@@ -97,7 +94,7 @@ class StepOutput:
 
 
 class SlotTable:
-    """The slots, the queue before them and the tokens sampled so far. `now` gives seconds for requests' times."""
+    """`now` gives seconds for requests' times."""
 
     def __init__(
         self, *, num_slots: int, max_len: int, stores: Sequence[SlotStore], now: Callable[[], float],
@@ -121,8 +118,8 @@ class SlotTable:
     # --- joining ----------------------------------------------------------------------------
 
     def schedule(self, budget: int) -> list[PrefillPiece]:
-        """Moves waiting requests into free slots, starts to decode those with their prompt in the cache, and picks up
-        to `budget` prompt tokens to prefill in this step."""
+        """Seats waiting requests, starts to decode those with their prompt in the cache, and picks up to `budget`
+        prompt tokens to prefill."""
         while self.waiting and self.occupied < self.num_slots:
             self._start(self.waiting.popleft())
         pieces: list[PrefillPiece] = []
@@ -136,7 +133,7 @@ class SlotTable:
         return pieces
 
     def prefilled(self, pieces: Sequence[PrefillPiece]) -> None:
-        """Records that the cache holds these pieces now: before `absorb`, which may move their rows."""
+        """Records that the cache holds these pieces: before `absorb`, which may move their rows."""
         for piece in pieces:
             self.slots["cached"][piece.row.slot] += len(piece.tokens)
 
@@ -159,7 +156,6 @@ class SlotTable:
         self.occupied += 1
 
     def _next_piece(self, row: RequestRow, budget: int) -> PrefillPiece | None:
-        """Prompt tokens that `row` computes now, or None."""
         slot, cached = row.slot, int(self.slots["cached"][row.slot])
         wanted = int(self.slots["prompt"][slot]) - 1
         if cached == 0 and wanted >= MIN_SHARED_TOKENS:
@@ -210,11 +206,8 @@ class SlotTable:
         return tokens_M[:prompt], tokens_M[prompt : prompt + made]
 
     def absorb(self, output: StepOutput, version: int) -> list[tuple[RequestRow, FinishReason | None]]:
-        """Records one sampled token for each decoding row and removes the finished rows.
-
-        Returns the rows with something to deliver; finished ones have been delivered to and left. A row whose logprob
-        is not finite is returned with reason None and removed: the caller fails it.
-        """
+        """Records one sampled token for each decoding row; removes and returns the finished rows. One whose logprob is
+        not finite has reason None: the caller fails it."""
         rows = self.decoding
         index = np.arange(rows)
         live = self.slots[:rows]
@@ -281,7 +274,7 @@ class SlotTable:
     # --- leaving and moving -----------------------------------------------------------------
 
     def remove(self, row: RequestRow) -> None:
-        """Takes a request out, wherever it is; the hole is filled so that the slots stay in order."""
+        """Wherever it is; the hole is filled so that the slots stay in order."""
         if row.slot < 0:
             if row in self.waiting:
                 self.waiting.remove(row)
@@ -296,10 +289,8 @@ class SlotTable:
         row.slot = -1
 
     def new_weights(self, version: int, *, before: int | None, same: bool = False) -> None:
-        """The live weights are `version` now: rows go on with their cache, which new rows no longer copy.
-
-        Rows with an adapter keep its version. `before` is the version until now. `same`: only the name changed.
-        """
+        """Rows go on with their cache, which new rows no longer copy; those with an adapter keep its version. `before`
+        is the version until now. `same`: only the name changed."""
         if not same:
             self.slots["shareable"][: self.occupied] = False
         for row in (row for row in self.rows if not row.adapter):

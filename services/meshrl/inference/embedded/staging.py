@@ -1,7 +1,6 @@
 """The weights of the embedded engine: the live ones, and the shadow of the next version, which is built beside them.
 
-The engine stages a version for its agent, and swaps the shadow in between two steps. Adapters are no shadow: see
-`low_rank`.
+Adapters are no shadow: see `low_rank`.
 """
 
 from __future__ import annotations
@@ -55,8 +54,7 @@ class LiveWeights:
         self.layout: Layout = layout_of(self._owners)
 
     def stage(self, version: int, tensors: Mapping[str, torch.Tensor], *, copy: bool = True) -> Shadow:
-        """Takes a whole version, copied to the device of the live one unless `copy` is off. Raises MeshError
-        LAYOUT_MISMATCH naming the difference."""
+        """Takes a whole version, copied unless `copy` is off. Raises MeshError LAYOUT_MISMATCH."""
         refused = mismatch(version, self.layout, layout_of(tensors))
         if refused is not None:
             raise refused
@@ -76,7 +74,7 @@ class LiveWeights:
         return Shadow(version=manifest.version, tensors=shadow)
 
     def swap(self, shadow: Shadow) -> None:
-        """Makes the shadow live by exchanging storage: no bytes move; tied modules follow their owner."""
+        """Exchanges storage: no bytes move, and tied modules follow their owner."""
         with torch.no_grad():
             for name, tensor in shadow.tensors.items():
                 self._owners[name].data = tensor
@@ -95,7 +93,7 @@ class Staging:
         self._shadow: Shadow | None = None
 
     def staged(self, version: int) -> Shadow:
-        """The shadow of a version. Raises MeshError VERSION_NOT_SEALED when another one, or none, is staged."""
+        """Raises MeshError VERSION_NOT_SEALED when another version, or none, is staged."""
         if self._shadow is None or self._shadow.version != version:
             held = "nothing" if self._shadow is None else f"version {self._shadow.version}"
             text = f"version {version} is not staged here, but {held}; stage it first"
@@ -106,13 +104,12 @@ class Staging:
         self._shadow = None
 
     async def stage(self, host: HostVersion, *, copy: bool = True) -> None:
-        """Builds the shadow from tensors in memory. Raises MeshError LAYOUT_MISMATCH, OUT_OF_MEMORY."""
         self._shadow = None
         with self.named_out_of_memory(host.version):
             self._shadow = await asyncio.to_thread(self._weights.stage, host.version, host.tensors, copy=copy)
 
     async def receive(self, manifest: Manifest) -> HostVersion:
-        """Returns what a group broadcasts. Raises MeshError GROUP_BROKEN, DIGEST_MISMATCH, OUT_OF_MEMORY."""
+        """Raises MeshError GROUP_BROKEN, DIGEST_MISMATCH, OUT_OF_MEMORY."""
         self._shadow = None
         arrived: dict[str, torch.Tensor] = {}
 
@@ -124,10 +121,7 @@ class Staging:
         return HostVersion(run_id=manifest.run_id, version=manifest.version, tensors=arrived, adapter=manifest.adapter)
 
     async def receive_delta(self, manifest: Manifest) -> None:
-        """Builds the shadow from the live weights and the delta that a group broadcasts.
-
-        Raises MeshError GROUP_BROKEN, DIGEST_MISMATCH, NOT_SUPPORTED, OUT_OF_MEMORY.
-        """
+        """Builds the shadow from the live weights and a delta. Raises also NOT_SUPPORTED."""
         self._shadow = None
         delta = await self.receiver.receive_delta(manifest)
         with self.named_out_of_memory(manifest.version):
@@ -140,8 +134,7 @@ class Staging:
 class BroadcastReceiver:
     """The embedded engine's rank, in at most one group of the nccl transport at a time.
 
-    Calls into a group block, so each runs on a daemon thread and is awaited until its deadline at most. The event loop
-    and the engine's thread never block.
+    Calls into a group block, so each runs on a daemon thread and is awaited until its deadline at most.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -170,12 +163,11 @@ class BroadcastReceiver:
             await _close(before)
 
     async def receive(self, manifest: Manifest, sink: Sink) -> None:
-        """Takes a version's tensors. A broadcast that fails or is cancelled ends the group."""
+        """A broadcast that fails or is cancelled ends the group."""
         times = await self._take(manifest, lambda receiver: receiver.receive(manifest, sink, stall_s=STALL_S))
         logger.debug("version {} came through the group: {}", manifest.version, times)
 
     async def receive_delta(self, manifest: Manifest) -> Bytes:
-        """Takes a version's delta; as `receive`."""
         return await self._take(manifest, lambda receiver: receiver.receive_delta(manifest, stall_s=STALL_S))
 
     async def _take(self, manifest: Manifest, take: Callable[[Receiver], Result]) -> Result:
@@ -237,6 +229,6 @@ def _on_thread(function: Callable[[], Result]) -> asyncio.Future[Result]:
 
 
 def _log_failure(future: asyncio.Future[Result]) -> None:
-    """Logs a failure, so that asyncio does not report it as never retrieved."""
+    """So that asyncio does not report it as never retrieved."""
     if not future.cancelled() and (error := future.exception()) is not None:
         logger.debug("work in a group ended: {}", error)

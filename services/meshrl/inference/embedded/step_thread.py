@@ -1,8 +1,7 @@
 """The thread of the embedded engine: steps the model, and between two steps takes requests and commands.
 
-Fed by `engine` through an inbox that it empties before each step; a step's results go back to the event loop in one
-call. A command runs between two steps. If a step fails the thread ends, and every request and command, whenever it
-comes, is answered with that error.
+It empties an inbox before each step; a step's results go back to the event loop in one call. If a step fails the thread
+ends, and every request and command, whenever it comes, is answered with that error.
 """
 
 from __future__ import annotations
@@ -39,8 +38,6 @@ class _Command:
 
 @dataclass
 class StepCounts:
-    """Totals since the start."""
-
     tokens: int = 0
     prefilled: int = 0
     finished: int = 0
@@ -49,7 +46,7 @@ class StepCounts:
 
 
 class StepThread:
-    """Steps `runner` over the requests in `table` while it is not `paused`; at most `budget` prompt tokens a step.
+    """Steps `runner` over the requests in `table` while not `paused`; at most `budget` prompt tokens a step.
 
     `version` names the live weights; only commands change it and `paused`.
     """
@@ -111,11 +108,11 @@ class StepThread:
         return await asyncio.wait_for(asyncio.wrap_future(done), COMMAND_DEADLINE_S)
 
     def soon(self, function: Callable[[], None]) -> None:
-        """Runs `function` between two steps, after earlier commands, without a waiter."""
+        """As `call`, without a waiter."""
         self._put(_Command(run=function))
 
     async def stop(self) -> None:
-        """Aborts the requests that are left and ends the thread."""
+        """Aborts the requests that are left."""
         self._inbox.put(None)
         await self.join()
 
@@ -216,7 +213,6 @@ class StepThread:
                 command.refuse(error)
 
     def _flush(self) -> None:
-        """Hands a step's results to the event loop, in one call."""
         if not self._outbox or self._loop is None:
             return
         deliveries, self._outbox = self._outbox, []

@@ -1,8 +1,8 @@
-"""Decides who may call which HTTP route; asked by the server before every request.
+"""Decides who may call which HTTP route.
 
 Admin routes change an engine, so a web page must not reach them through its reader's browser. Such a request carries
-the page's Origin, or, after DNS rebinding, a Host that is not this machine's. Browsers send JSON to another origin only
-with permission, which this server never gives.
+the page's Origin, or, after DNS rebinding, a foreign Host. Browsers send JSON to another origin only with permission,
+which this server never gives.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class HttpRefusal:
 
 
 class Access:
-    """The rules. With an API key everything but OPEN_PATHS needs it; without one, admin routes need the admin key, and
-    without that a caller on this host."""
+    """With an API key everything but OPEN_PATHS needs it; without one, admin routes need the admin key, and without
+    that a caller on this host."""
 
     def __init__(self, api_key: str | None, admin_key: str | None = None) -> None:
         self._api_key, self._key_for_admin = api_key, api_key or admin_key

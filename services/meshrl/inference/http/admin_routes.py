@@ -1,8 +1,7 @@
 """Routes that change an engine: pausing it, putting it to sleep, loading weights by hand, joining a group by hand.
 
-Most are for an engine without a weight hub, such as one under a trainer of its own; a hub calls /follow_hub. A hub's
-agent undoes weights loaded by hand as soon as it notices, and a group joined by hand replaces the hub's until the next
-one is opened.
+Most are for an engine under a trainer of its own; a hub calls /follow_hub. A hub's agent undoes weights loaded by hand
+as soon as it notices, and a group joined by hand replaces the hub's until the next one is opened.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from meshrl.wire.types import JoinGroup
 
 
 class WeightsBody(BaseModel):
-    """POST /update_weights: a Hugging Face checkpoint folder, under either name, and what to call it."""
+    """A Hugging Face checkpoint folder, under either name, and its version."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -33,10 +32,7 @@ class WeightsBody(BaseModel):
 
 
 class AdapterBody(BaseModel):
-    """POST /load_lora_adapter: a folder in PEFT's format, and its version.
-
-    Requests whose model is `lora_name` get it, in place of the version before of that name.
-    """
+    """A folder in PEFT's format, whose version requests for the model `lora_name` get in place of the one before."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -46,7 +42,7 @@ class AdapterBody(BaseModel):
 
 
 class BroadcasterBody(BaseModel):
-    """POST /init_broadcaster: where the senders of a group meet, and this engine's place; see JoinGroup."""
+    """Where the senders of a group meet, and this engine's place; see JoinGroup."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -61,11 +57,8 @@ class BroadcasterBody(BaseModel):
 
 
 class HubBody(BaseModel):
-    """POST /follow_hub: the weight hub to take versions from, and its way to this engine.
-
-    An empty `host` is the calling host, for a hub that listens everywhere. `token` is shown to the hub; empty takes the
-    engine's own.
-    """
+    """An empty `host` is the calling host, for a hub that listens everywhere. `token` is shown to the hub; empty takes
+    the engine's own."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -76,7 +69,7 @@ class HubBody(BaseModel):
 
 
 class AdminRoutes:
-    """Handlers; the server decides who may call them. Without a follower no hub can call."""
+    """The server decides who may call them. Without a follower no hub can call."""
 
     def __init__(self, engine: Engine, loader: WeightLoader, follower: HubFollower | None = None) -> None:
         self._engine = engine
@@ -95,8 +88,7 @@ class AdminRoutes:
         return web.json_response({"status": "running", "in_flight": self._engine.in_flight})
 
     async def _sleep(self, _request: web.Request) -> web.StreamResponse:
-        """Sleeps until the next request or version; with either under way the engine stays awake, as the answer
-        reports."""
+        """Until the next request or version; with either under way the engine stays awake."""
         if not self._engine.can_sleep:
             raise MeshError(
                 Reason.NOT_SUPPORTED, "this engine has no sleep mode; start vLLM on a GPU with enable_sleep_mode"

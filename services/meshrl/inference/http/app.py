@@ -1,7 +1,6 @@
 """The HTTP server of an engine: routes for tokens, for text, for health and for administration.
 
-Called by the rollout service, which sends token ids, and by any OpenAI client. `access` decides who may call what, the
-routes' modules read requests and write answers, and `runs` has the engine complete them.
+Called by the rollout service, which sends token ids, and by any OpenAI client.
 """
 
 from __future__ import annotations
@@ -123,7 +122,7 @@ class InferenceServer:
         }
 
     async def _health(self, _request: web.Request) -> web.StreamResponse:
-        """200 while requests are taken; an engine that waits for its first weight version is healthy, too."""
+        """200 while requests are taken; an engine that waits for its first version is healthy, too."""
         if self._engine.draining:
             return web.json_response({"status": "draining", "in_flight": self._engine.in_flight}, status=503)
         if self._engine.unfit is not None:

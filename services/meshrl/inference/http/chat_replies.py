@@ -1,7 +1,6 @@
 """Turns the tokens sampled for a chat request into OpenAI's message: its text, its reasoning and its tool calls.
 
-The model family's renderer (package `renderers`) knows the markup. Without one an answer is all text, and requests with
-tools are refused.
+The model family's renderer (package `renderers`) knows the markup; without one an answer is all text.
 """
 
 from __future__ import annotations
@@ -37,10 +36,8 @@ class ChatReplies:
 
     @classmethod
     def load(cls, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, object]) -> ChatReplies | None:
-        """By the options of a renderer; without any by the model's name, and None for an unknown name.
-
-        Raises ModelError when the options name no renderer, or one that does not fit the tokenizer.
-        """
+        """By options, else by the model's name; None for an unknown name. Raises ModelError for options that name no
+        renderer, or one that does not fit the tokenizer."""
         try:
             from renderers.base import MODEL_RENDERER_MAP  # takes a second, and is not in every environment
         except ImportError as error:
@@ -66,8 +63,7 @@ class ChatReplies:
     ) -> dict[str, object]:  # fmt: skip
         """OpenAI's message for sampled tokens (without their stop token) that read as `text`.
 
-        Only calls that parse are answered, and only if `tools` were offered; the others stay in the content. `text`
-        stays as it is without reasoning or a call in it. Not `parallel` keeps the first call alone.
+        Calls that do not parse, or without `tools`, stay in the content. Not `parallel` keeps the first call alone.
         """
         parsed = self._renderer.parse_response(list(token_ids), prompt_ids=list(prompt_ids), tools=list(tools) or None)
         if not parsed.tool_calls and not parsed.reasoning_content:

@@ -12,13 +12,13 @@ CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
 
 class EngineMetrics(Collector):
-    """The metrics of one engine, read anew for each scrape; totals count from its start."""
+    """Read anew for each scrape."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def collect(self) -> list[Metric]:
-        """Returns a family with one sample for each metric; a run's adapter has its version in place of the base's."""
+        """A run's adapter has its version in place of the base's."""
         stats, version, runs = self._engine.stats(), self._engine.version, self._engine.runs
         gauges = (
             ("requests_running", "Requests that hold a slot", stats.running),

@@ -2,7 +2,7 @@
 
 Beyond OpenAI's fields a choice carries `version_spans` and `prompt_version` (see `token_route`), and `token_ids` when
 the request has `return_token_ids`. If the model's renderer is known, a chat message has its `reasoning_content` and
-`tool_calls` apart. A stream has them so only with tools, in its last piece, and else the text as it is sampled.
+`tool_calls` apart; a stream has them so only with tools, in its last piece.
 """
 
 from __future__ import annotations
@@ -103,8 +103,6 @@ class OpenAIRoutes:
 
 
 class _Answer:
-    """One request's answer: its completions, in the shapes of its route."""
-
     def __init__(
         self, serving: Serving, codec: TextCodec, body: ChatBody | CompletionBody, prompts: Sequence[tuple[int, ...]]
     ) -> None:
@@ -118,7 +116,6 @@ class _Answer:
         ]
 
     def _choice(self, place: int, prompt: int, index: int, prompt_ids: tuple[int, ...]) -> _Choice:
-        """The `index`-th completion of a prompt."""
         body, stops = self._body, self._body.stop_strings
         if isinstance(body, ChatBody):
             logprobs, tops = bool(body.logprobs), (body.top_logprobs or 0) if body.logprobs else 0
@@ -142,7 +139,6 @@ class _Answer:
         return _Choice(place, prompt, asked, text, offsets)
 
     async def to(self, request: web.Request) -> web.StreamResponse:
-        """Whole, or as a stream."""
         if self._body.stream:
             return await send_events(self._serving, request, self._events())
         async with self._serving.deadline():
@@ -222,8 +218,7 @@ class _Answer:
         return fields
 
     def _stop_reason(self, piece: _Piece) -> int | str | None:
-        """As vLLM has it: the stop string or stop token of the request that ended the choice, None for the model's
-        own."""
+        """As vLLM has it: the stop string or stop token of the request, None for the model's own."""
         if piece.choice.text.stopped:
             return piece.choice.text.stopped_by
         return piece.tokens.stop_token_id if piece.tokens.stop_token_id in self._body.stop_token_ids else None
@@ -242,7 +237,7 @@ class _Answer:
         return {"message": message}
 
     def _delta(self, body: ChatBody, piece: _Piece) -> dict[str, object]:
-        """An addition of a stream's event: with tools nothing until the end, since a call is known once it is whole."""
+        """With tools nothing until the end, since a call is known once it is whole."""
         if not body.offered_tools:
             return {"delta": {"content": piece.text}}
         if piece.finish_reason is None:

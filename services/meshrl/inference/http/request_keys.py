@@ -1,8 +1,7 @@
 """The treatment of every request key of OpenAI's and vLLM's APIs: honoured, neutral, or refused with a 400.
 
 `schemas` reads the honoured keys and checks all others against this table, of which docs/requests.md is made. A request
-that is answered with 200 was sampled as it asked: a key that would change that is never passed over. Both engines take
-the same requests, since both sample by the same `SamplingParams`.
+that is answered with 200 was sampled as it asked: a key that would change that is never passed over.
 """
 
 from __future__ import annotations
@@ -22,11 +21,8 @@ UNCONSTRAINED = (
 
 @dataclass(frozen=True)
 class OtherKey:
-    """A key that no route reads.
-
-    `neutral` are the values that ask for nothing; None if every value does, since the key changes neither the samples
-    nor the answer. `advice` follows the refusal of any other value.
-    """
+    """`neutral` are the values that ask for nothing; None if every value does, as the key changes neither samples nor
+    answer. `advice` follows the refusal of any other value."""
 
     neutral: tuple[JsonValue, ...] | None
     advice: str = LEAVE_OUT

@@ -1,9 +1,7 @@
 """Runs the completions of one HTTP request on the engine: checks its keys, keeps its deadline, joins their chunks.
 
-Shared by the routes, which write the result as JSON, as a frame or as a stream. They read the keys that have a field in
-their body. `request_keys` decides about all others: a key that would change the samples is refused unless its value is
-neutral. A key of no known API is refused in `sampling_params`, and logged on the text routes, whose clients send more
-than an engine needs.
+Routes read the keys that have a field in their body; `request_keys` decides about all others. A key of no known API is
+refused in `sampling_params`, and logged on the text routes, whose clients send more than an engine needs.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ UNFINISHED = "the engine ended this completion without a reason; send it again"
 REMOVED_LOGPROB = -9999.0  # what vLLM says for a candidate that top_k, top_p or min_p removed: JSON has no infinity
 
 MOST_UNKNOWN = 1000
-"""Most unknown keys that are logged."""
+"""That are logged."""
 
 MAX_COMPLETIONS = 128
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # completions of one request draw from streams far apart
@@ -87,7 +85,7 @@ class RequestBody(BaseModel):
 
 
 class SamplingFields(RequestBody):
-    """Sampling keys shared by every route, in vLLM's names and with its neutral values."""
+    """Keys of every route, in vLLM's names and with its neutral values."""
 
     n: int = Field(default=1, ge=1, le=MAX_COMPLETIONS)
     temperature: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
@@ -137,10 +135,8 @@ class SamplingFields(RequestBody):
     def params(
         self, *, most: int, index: int, logprobs: bool, top_logprobs: int, routes_from: int | None = None
     ) -> SamplingParams:
-        """Parameters of the index-th completion, without max_tokens for `most` tokens.
-
-        Without `logprobs` an engine may be much faster.
-        """
+        """Parameters of the index-th completion, of `most` tokens without max_tokens. Without `logprobs` an engine may
+        be much faster."""
         raw_logprobs = bool((self.extra_args or {}).get("raw_logprobs"))
         return SamplingParams(
             **{name: getattr(self, name) for name in _AS_THEY_ARE},
@@ -156,7 +152,7 @@ class SamplingFields(RequestBody):
 
 
 def parse(kind: type[Parsed], raw: bytes) -> Parsed:
-    """Raises: MeshError INVALID_REQUEST that lists every violation with its key."""
+    """Raises MeshError INVALID_REQUEST that lists every violation with its key."""
     try:
         return kind.model_validate_json(raw)
     except ValidationError as error:
@@ -168,7 +164,6 @@ def parse(kind: type[Parsed], raw: bytes) -> Parsed:
 
 
 def join(chunks: Sequence[TokenChunk]) -> TokenChunk:
-    """Joins chunks of a completion that follow each other."""
     first, last = chunks[0], chunks[-1]
     spans: list[VersionSpan] = []
     for span in (span for chunk in chunks for span in chunk.version_spans):
@@ -199,8 +194,6 @@ def _joined(parts: Sequence[NDArray[Scalar] | None]) -> NDArray[Scalar] | None:
 
 
 class Serving:
-    """What every route needs: the engine, its limits and the name of its model."""
-
     def __init__(self, engine: Engine, *, model_name: str, request_deadline_s: float) -> None:
         self.engine = engine
         self.model_name = model_name
@@ -209,13 +202,11 @@ class Serving:
         self._unknown: set[str] = set()
 
     async def read(self, request: web.Request, kind: type[Body]) -> Body:
-        """The request's body. Raises MeshError INVALID_REQUEST that lists every violation with its key."""
         body = parse(kind, await request.read())
         self.note_unknown(request.path, body.other_keys)
         return body
 
     def note_unknown(self, path: str, keys: Iterable[str]) -> None:
-        """Logs each unknown key once: clients send more than an engine needs."""
         for name in unknown(keys):
             if name not in self._unknown and len(self._unknown) < MOST_UNKNOWN:
                 self._unknown.add(name)
@@ -224,8 +215,8 @@ class Serving:
     def policy(self, model: str | None, headers: Mapping[str, str] = MappingProxyType({})) -> str:
         """The run, or `RUN@VERSION`, that a request names as its model; empty for any other name.
 
-        `RUN@` is a run for certain, and waits for its first version; a plain name is a run if it is served. The header
-        of a run decides if the engine serves adapters, or has no version at all yet.
+        `RUN@` is a run for certain, and waits for its first version; a plain name is a run if it is served. A run's
+        header decides if the engine serves adapters, or has no version at all yet.
         """
         if self.engine.adapters is None:
             return ""
@@ -255,10 +246,8 @@ class Serving:
     async def complete(
         self, request: GenerateRequest, *, ends: Callable[[TokenChunk], bool] = lambda chunk: False
     ) -> TokenChunk:
-        """The whole completion, or that up to the first chunk for which `ends` is true.
-
-        Raises: MeshError DRAINING when it was cut by a shutdown, ENGINE_FAILED when its last chunk is missing.
-        """
+        """Up to the first chunk for which `ends` is true. Raises MeshError DRAINING when it was cut by a shutdown,
+        ENGINE_FAILED when its last chunk is missing."""
         chunks: list[TokenChunk] = []
         async with aclosing(self.spans.generate(request)) as stream:
             async for chunk in stream:
@@ -298,8 +287,8 @@ async def cancel(tasks: Sequence[asyncio.Future[Result]]) -> None:
 async def interleave(
     spans: CompletionSpans, requests: list[GenerateRequest]
 ) -> AsyncGenerator[tuple[int, TokenChunk], None]:
-    """Chunks of several completions as they come, each with the index of its request. Raises the first completion's
-    failure at once; the others end with it."""
+    """Chunks of several completions as they come, each with the index of its request. The first failure is raised at
+    once and ends the others."""
     ready: asyncio.Queue[tuple[int, TokenChunk] | Exception] = asyncio.Queue()
 
     async def pump(index: int, request: GenerateRequest) -> None:
@@ -375,7 +364,7 @@ async def _send(response: web.StreamResponse, event: str) -> None:
 
 
 def as_mesh_error(error: Exception, request: web.Request) -> MeshError:
-    """The client's answer for an error; any but a MeshError is a defect here and is logged."""
+    """Any error but a MeshError is a defect here and is logged."""
     if isinstance(error, MeshError):
         return error
     logger.opt(exception=error).error("{} {} failed", request.method, request.path)

@@ -1,4 +1,4 @@
-"""Request bodies of the text routes, whose other keys are checked by `request_keys`."""
+"""Request bodies of the text routes; `request_keys` has their other keys."""
 
 from __future__ import annotations
 
@@ -11,16 +11,12 @@ from meshrl.inference.http.runs import RequestBody, SamplingFields
 
 
 class StreamOptions(RequestBody):
-    """What a stream carries besides its text."""
-
     include_usage: bool = False
     include_obfuscation: bool = False  # nothing is added to events, so there is nothing to leave out
     continuous_usage_stats: Literal[False] = False
 
 
 class _TextBody(SamplingFields):
-    """What chat and plain completions share."""
-
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -44,7 +40,7 @@ class _TextBody(SamplingFields):
 
 
 class FunctionDefinition(BaseModel):
-    """What a model may call; the chat template shows it whole."""
+    """The chat template shows it whole."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -96,13 +92,11 @@ class ChatBody(_TextBody):
 
     @property
     def offered_tools(self) -> list[dict[str, JsonValue]]:
-        """The tools that the model may call in this request."""
         offered = [] if self.tool_choice == "none" else self.tools or []
         return [tool.model_dump(exclude_unset=True) for tool in offered]
 
     @property
     def template_arguments(self) -> dict[str, JsonValue]:
-        """What the request gives to the chat template beside its messages."""
         own = {"chat_template": self.chat_template, "reasoning_effort": self.reasoning_effort}
         return {**(self.chat_template_kwargs or {}), **{name: each for name, each in own.items() if each is not None}}
 

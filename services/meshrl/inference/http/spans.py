@@ -1,8 +1,7 @@
 """The trace of each completion: a span with its waiting, prefill and decoding times, its tokens and versions.
 
-Used by the routes' `Serving`. The attributes follow OpenTelemetry's conventions for generative AI as far as those go;
-others begin with `meshrl.`. The ids of the hub's span of a version are computed from the version and its root hash, so
-that completions can link to it: see `meshrl.wire.trace.sync_context`.
+The attributes follow OpenTelemetry's conventions for generative AI; others begin with `meshrl.`. The ids of the hub's
+span of a version are computed from the version and its root hash: see `meshrl.wire.trace.sync_context`.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class CompletionSpans:
         self._syncs: dict[int, str] = {}
 
     def syncs(self, versions: Sequence[VersionSpan]) -> str:
-        """The trace contexts of the commits that brought these versions, for the answer's header; "" for none known."""
+        """Of the commits that brought these versions, for the answer's header."""
         known = (self._syncs.get(span.version, "") for span in versions)
         return ",".join(dict.fromkeys(traceparent for traceparent in known if traceparent))
 

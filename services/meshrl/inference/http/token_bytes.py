@@ -1,8 +1,7 @@
 """The bytes that each token of a vocabulary stands for; the text routes report them, and join them to text.
 
-A character outside of a byte-level vocabulary is several tokens, none of which is text by itself. Vocabularies write
-bytes in two ways: byte-level ones map each byte to a letter, as GPT-2's does; those with byte fallback have tokens such
-as `<0xF0>` beside words in which U+2581 stands for a space.
+Byte-level vocabularies map each byte to a letter, as GPT-2's does; those with byte fallback have tokens such as
+`<0xF0>` beside words in which U+2581 stands for a space.
 """
 
 from __future__ import annotations
@@ -20,14 +19,13 @@ _PLAIN_STEPS = frozenset({"Replace", "Fuse", "Strip", "Metaspace"})
 
 
 _LETTERS = {letter: byte for byte, letter in bytes_to_unicode().items()}
-"""The byte of each letter of a byte-level vocabulary: printable Latin-1 as itself, the others from U+0100 on."""
 
 
 class TokenBytes:
-    """The bytes of one tokenizer's tokens, and how they join.
+    """`joins`: whether the text of tokens is their bytes read as UTF-8.
 
-    `joins` is True if the text of tokens is their bytes read as UTF-8. For other vocabularies (WordPiece, or tokenizers
-    that clean spaces up) only the tokenizer itself decodes, and a token's bytes are those of its own text.
+    For other vocabularies (WordPiece, or tokenizers that clean spaces up) only the tokenizer itself decodes, and a
+    token's bytes are those of its own text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -1,13 +1,13 @@
 """POST /inference/v1/generate: token ids in, sampled token ids with logprobs and version spans out.
 
-The wire is vLLM's, as `renderers` reads it, with four fields more in each choice: `version_spans` [[start, end,
-version],...] over the completion, `prompt_version` (the oldest version that computed a part of the prompt's KV cache,
-since weights may change before the first token), `completion_logprobs` (the logprobs packed as base64 float32) and, on
-request (`extra_args.raw_logprobs`), `raw_logprobs`. Logprobs are those of the distribution sampled from.
+The wire is vLLM's, as `renderers` reads it, with four more fields in each choice: `version_spans` [[start, end,
+version],...], `prompt_version` (the oldest version that computed a part of the prompt's KV cache, since weights may
+change before the first token), `completion_logprobs` (packed as base64 float32) and, on request
+(`extra_args.raw_logprobs`), `raw_logprobs`.
 
-A client that sends `Accept: application/x-meshrl-completion` gets a completion frame instead (see
+A client that sends `Accept: application/x-meshrl-completion` gets a completion frame (see
 `meshrl.wire.completion_frame`), which costs no work per token. Streams, alternatives and prompt logprobs are answered
-in JSON, so a client reads the Content-Type.
+in JSON all the same.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from meshrl.wire.errors import MeshError, Reason
 
 class TokenSampling(SamplingFields):
     """`sampling_params` of the token-in route. `logprobs` 1 reports the sampled token, k > 1 also k alternatives; so do
-    `prompt_logprobs` for the tokens of the prompt."""
+    `prompt_logprobs` for the prompt's tokens."""
 
     logprobs: int | None = Field(default=None, ge=0, le=MAX_ALTERNATIVES)
     routed_experts_prompt_start: int | None = Field(default=None, ge=0)
@@ -72,7 +72,6 @@ class TokenSampling(SamplingFields):
 
     @property
     def fits_a_frame(self) -> bool:
-        """Whether a completion frame can carry the whole answer."""
         return self.alternatives == 0 and self.prompt_logprobs is None
 
 
@@ -213,7 +212,7 @@ def _choice(index: int, completion: TokenChunk, sampling: TokenSampling) -> dict
 
 
 def _packed(values: NDArray[np.float32]) -> dict[str, object]:
-    """The packed form that `renderers` reads: base64 of little-endian float32."""
+    """As `renderers` reads it: base64 of little-endian float32."""
     data = base64.b64encode(np.ascontiguousarray(values, "<f4").tobytes()).decode()
     return {"data": data, "shape": [len(values)], "dtype": "float32"}
 
@@ -228,8 +227,7 @@ def _logprobs(completion: TokenChunk) -> list[dict[str, object]]:
 
 
 def _prompt_logprobs(token_ids: Sequence[int], found: PromptLogprobs) -> list[dict[str, object] | None]:
-    """As vLLM has them: an entry a token, none for the first. With alternatives an entry also has the likeliest tokens
-    there, with their rank."""
+    """As vLLM has them: an entry a token, none for the first, with the rank of alternatives."""
 
     def entry(logprob: float, rank: int | None) -> dict[str, object]:
         return {"logprob": said(logprob), "rank": rank, "decoded_token": None}

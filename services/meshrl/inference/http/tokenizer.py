@@ -1,6 +1,6 @@
 """Text in and out of token ids for the OpenAI routes: prompts through the chat template, completions piece by piece.
 
-Prompts are bounded before they are tokenized, in bytes and in time (see `tokenizer_pool`); decoding only reads.
+Prompts are bounded before they are tokenized, in bytes and in time (see `tokenizer_pool`).
 """
 
 from __future__ import annotations
@@ -31,10 +31,8 @@ _TEMPLATE_ARGUMENTS = frozenset({"documents", "chat_template"})  # of those, wha
 
 
 class TextCodec:
-    """The tokenizer behind the OpenAI routes, and the parser of `replies`, if the model has one.
-
-    A request's chat template, which is a program, is run only with `trust_request_chat_template`.
-    """
+    """`replies`: None for a model without a parser. A request's chat template, which is a program, is run only with
+    `trust_request_chat_template`."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, *, max_prompt_bytes: int = MAX_PROMPT_BYTES, workers: int = WORKERS,
@@ -50,12 +48,12 @@ class TextCodec:
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """The tokens that end a text beside the model's own: the tokenizer's, and those of the family's renderer."""
+        """The tokens that end a text beside the model's own."""
         own = () if self.tokenizer.eos_token_id is None else (self.tokenizer.eos_token_id,)
         return own if self.replies is None else (*own, *self.replies.stop_token_ids)
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
-        """Token ids of a prompt. Raises: MeshError INVALID_REQUEST when it is too long, in bytes or to tokenize."""
+        """Raises MeshError INVALID_REQUEST for a prompt that is too long, in bytes or to tokenize."""
         self._check_size(text)
         return await self._pool.run(lambda tokenizer: _ids(tokenizer, text, add_special_tokens))
 
@@ -70,8 +68,8 @@ class TextCodec:
     ) -> tuple[int, ...]:
         """Token ids of a conversation with its tools; `arguments` go to the chat template under their names.
 
-        Raises MeshError INVALID_REQUEST for a message that no text model reads, when the template fails or is missing,
-        and for too long a prompt.
+        Raises MeshError INVALID_REQUEST for a message that no text model reads, a template that fails or is missing,
+        and too long a prompt.
         """
         if arguments.get("chat_template") is not None and not self._trust_request_chat_template:
             raise MeshError(
@@ -145,7 +143,6 @@ class TextStream:
 
     def __init__(self, codec: TextCodec, *, skip_special_tokens: bool, stops: Sequence[str] = ()) -> None:
         self.stopped_by: str | None = None
-        """The stop string that ended the text."""
         self._stops = tuple(stops)
         self._pieces = (_JoinedBytes if codec.bytes.joins else _Window)(codec, skip_special_tokens)
         self._held = ""

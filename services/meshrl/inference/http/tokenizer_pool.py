@@ -2,7 +2,7 @@
 
 Encoding changes a tokenizer's state, so every prompt at work has a copy and a thread of its own. The thread of a prompt
 that takes too long gets an exception at the next Python instruction; a call into a compiled tokenizer goes on to its
-end, which the bound on a prompt's bytes keeps near. Its place is free again once the thread is gone.
+end, which the bound on a prompt's bytes keeps near.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Overrun(BaseException):
 
 
 class TokenizerPool:
-    """Runs work that needs a tokenizer to itself: at most `workers` at once, each for at most `limit_s`."""
+    """At most `workers` at once, each for at most `limit_s`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, workers: int, limit_s: float) -> None:
         self._original = tokenizer
@@ -41,10 +41,7 @@ class TokenizerPool:
         self._ending: set[asyncio.Task[None]] = set()
 
     async def run(self, work: Work[Result]) -> Result:
-        """Waits for a place (within the request's deadline) and returns the result of `work`.
-
-        Raises MeshError INVALID_REQUEST when the work took too long, and the errors of `work`.
-        """
+        """Waits for a place. Raises MeshError INVALID_REQUEST when the work took too long, and the errors of `work`."""
         await self._places.acquire()
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Result] = loop.create_future()

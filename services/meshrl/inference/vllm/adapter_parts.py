@@ -1,5 +1,4 @@
-"""Loads an adapter into a vLLM worker in parts, between the engine's steps, so that no step waits for all of it, as in
-vLLM's own way."""
+"""Loads an adapter into a vLLM worker in parts, between the engine's steps, so that no step waits for all of it."""
 
 from __future__ import annotations
 
@@ -21,8 +20,7 @@ Part: TypeAlias = "Sequence[tuple[str, str, Sequence[int], int, int]]"
 
 
 def parts_of(folder: Path) -> list[Part]:
-    """The parts of an adapter's file. Each has the layers of one block's attention, or of its MLP, whose matrices vLLM
-    packs together."""
+    """Each has the layers of one block's attention, or of its MLP, whose matrices vLLM packs together."""
     found = defaultdict(list)
     with (folder / WEIGHTS_FILE).open("rb") as file:
         for tensor in stored_tensors(file.fileno(), folder / WEIGHTS_FILE):
@@ -32,10 +30,8 @@ def parts_of(folder: Path) -> list[Part]:
 
 
 class AdapterParts:
-    """One adapter on its way into a slot of vLLM's adapter manager.
-
-    The slot is the adapter's from the start; no request names it before the last part is in.
-    """
+    """One adapter on its way into a slot of vLLM's adapter manager, its own from the start; no request names it before
+    the last part is in."""
 
     def __init__(self, worker_manager: Any, number: int, folder: Path, device: torch.device) -> None:
         from vllm.lora.peft_helper import PEFTHelper
@@ -59,10 +55,7 @@ class AdapterParts:
         self._manager._active_adapters[number] = None
 
     def load(self, part: Part, *, last: bool) -> None:
-        """Reads a part and copies it to the device; with the last one vLLM has the adapter.
-
-        Raises ValueError for a layer that vLLM does not adapt.
-        """
+        """Reads a part and copies it to the device. Raises ValueError for a layer that vLLM does not adapt."""
         of_worker = self._of_worker
         with _on_one_thread(), _unpinned():
             made = of_worker._lora_model_cls.from_lora_tensors(
@@ -140,10 +133,9 @@ def renames(mapper: Any) -> Any:
 
 
 class AdapterRest:
-    """The layers of an adapter that is dropped, freed some at a time: no step waits for all of them."""
+    """The layers of a dropped adapter, freed some at a time: no step waits for all of them."""
 
     LAYERS = 24
-    """Freed in one call."""
 
     def __init__(self, worker_manager: Any, number: int) -> None:
         adapter = worker_manager._adapter_manager._registered_adapters.get(number)
@@ -151,15 +143,15 @@ class AdapterRest:
         worker_manager.remove_adapter(number)
 
     def free(self) -> int:
-        """Returns how many layers are left."""
+        """Frees LAYERS at most; returns how many are left."""
         del self._layers[-self.LAYERS :]
         return len(self._layers)
 
 
 @lru_cache(1 << 16)
 def part_of(name: str) -> str:
-    """The block of a tensor: model.layers.3.self_attn of model.layers.3.self_attn.q_proj.lora_A.weight; "" for a tensor
-    of no block."""
+    """The block of a tensor: model.layers.3.self_attn of model.layers.3.self_attn.q_proj.lora_A.weight; "" without
+    one."""
     names = name.split(".")
     number = next((place for place, each in enumerate(names) if each.isdigit()), None)
     return "" if number is None else ".".join(names[: number + 2])
@@ -167,9 +159,9 @@ def part_of(name: str) -> str:
 
 @contextmanager
 def _on_one_thread() -> Iterator[None]:
-    """Torch computes on this thread alone. Its threads wait for each other after every small matrix, and a host whose
-    cores serve requests lets some of them wait: of the parts of a 4B model one in a hundred took 57 ms or more on the
-    16 cores of an H100's host, on one thread 2.6."""
+    """Torch's threads wait for each other after every small matrix, and a host whose cores serve requests lets some of
+    them wait: of the parts of a 4B model one in a hundred took 57 ms or more on the 16 cores of an H100's host, on one
+    thread 2.6."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,4 @@
-"""Turns the configuration into vLLM's engine arguments, checked against the vLLM that is installed."""
+"""Turns the configuration into vLLM's engine arguments, checked against the installed vLLM."""
 
 from __future__ import annotations
 
@@ -36,10 +36,8 @@ RESERVED: Mapping[str, str] = {
 
 
 def engine_arguments(given: JsonObject, *, torch_threads: int | None = None) -> AsyncEngineArgs:
-    """vLLM's AsyncEngineArgs from snake_case keys, for that many threads on a CPU (None: vLLM's own choice).
-
-    Raises VllmError naming every key that is wrong.
-    """
+    """From snake_case keys, for that many threads on a CPU (None: vLLM's own choice). Raises VllmError naming every key
+    that is wrong."""
     check_supported()
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
@@ -72,7 +70,7 @@ def engine_arguments(given: JsonObject, *, torch_threads: int | None = None) -> 
 def automatic(model_config: ModelConfig, given: JsonObject, *, versions: bool) -> dict[str, bool | int | float]:
     """Slots, tokens a step and share of memory that `given` lacks, for the model and the present device.
 
-    `versions`: as `InferenceConfig.takes_whole_versions`. Raises ModelError when the model is not one.
+    `versions`: as `InferenceConfig.takes_whole_versions`. Raises ModelError.
     """
     check_supported()
     from vllm.platforms import current_platform
@@ -146,7 +144,7 @@ def _on_this_device(given: JsonObject, torch_threads: int | None) -> dict[str, b
 
 
 def engine_config(arguments: AsyncEngineArgs, *, headless: bool = False) -> VllmConfig:
-    """vLLM's whole configuration, with the scheduler that hands over whole completions. Raises VllmError."""
+    """With the scheduler that hands over whole completions. Raises VllmError."""
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.core.sched.scheduler import Scheduler
 

@@ -86,7 +86,7 @@ async def open_vllm_engine(config: InferenceConfig, start: Start, meanwhile: Cal
 
 
 def run_headless(config: InferenceConfig) -> None:
-    """Runs this node's share of a data-parallel engine with its front end on another node; returns when that ends."""
+    """Runs this node's share of a data-parallel engine with its front end on another node, until that ends."""
     vllm_config = _vllm_config(config, headless=True)
     from vllm.v1.engine.utils import CoreEngineProcManager
     from vllm.v1.executor import Executor
@@ -148,7 +148,7 @@ def _start(vllm_config: VllmConfig, *, forks: bool) -> AsyncLLM:
 
 
 def _forget_signals() -> None:
-    """In a forked process: its signals are not for the event loop of this program."""
+    """In a forked process: its signals are not for this program's event loop."""
     signal.set_wakeup_fd(-1)
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, signal.SIG_DFL)

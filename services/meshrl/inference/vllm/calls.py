@@ -41,7 +41,7 @@ class EngineCalls:
         return await self.core(self._llm.collective_rpc(method, timeout=deadline_s, args=args), deadline_s)
 
     async def wait_for_job(self, deadline_s: float) -> None:
-        """Waits for the workers' job. Raises what it failed with, or MeshError DEADLINE_PASSED."""
+        """Raises what the workers' job failed with, or MeshError DEADLINE_PASSED."""
         end_s, wait_s = time.monotonic() + deadline_s, LOOK_S[1]
         while (outcome := await self.rpc("meshrl_outcome")) is None:
             if time.monotonic() > end_s:

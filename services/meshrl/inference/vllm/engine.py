@@ -63,7 +63,7 @@ LEAST_TEMPERATURE = 0.01  # vLLM raises any lower one but 0 to it
 
 
 class VllmEngine(Engine):
-    """An `Engine` (see `engine.py`) over one AsyncLLM. `start` it on the loop that will consume its tokens."""
+    """Over one AsyncLLM. `start` it on the loop that will consume its tokens."""
 
     stages_from_files = True  # the workers are other processes
 
@@ -74,10 +74,7 @@ class VllmEngine(Engine):
         self, llm: AsyncLLM, *, layout: Layout, vocab_size: int, eos_token_ids: tuple[int, ...], max_queue: int,
         store: AdapterStore | None, version: int | None, routed: RoutedLayers | None = None,
     ) -> None:  # fmt: skip
-        """Takes over `llm`. `version` names the weights it comes with; None refuses requests until one is applied.
-
-        `routed`: what it reports routes of experts for.
-        """
+        """Takes over `llm`. `version` names its weights; None refuses requests until one is applied."""
         config = llm.vllm_config
         parallel = config.parallel_config
         self._copies = parallel.data_parallel_size
@@ -335,7 +332,6 @@ class VllmEngine(Engine):
         adapters.add(host.run_id, host.version, number, request)
 
     async def _load_parts(self, request: LoRARequest) -> None:
-        """Loads an adapter a part at a time; the engine makes a step between two of them."""
         began_s = time.monotonic()
         parts = await asyncio.to_thread(parts_of, Path(request.lora_path))
         await self._calls.rpc("meshrl_open_adapter", request.lora_int_id, request.lora_path)

@@ -35,7 +35,7 @@ class StoredTensor:
 
 
 class PortionReader:
-    """Reads files for one device; keeps its buffers from file to file. Blocking."""
+    """Keeps its buffers from file to file. Blocking."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -43,10 +43,8 @@ class PortionReader:
         self._sent: list[torch.cuda.Event | None] = []
 
     def portions(self, path: Path) -> Iterator[Named]:
-        """Yields (name, tensor on the device), valid until the next portion is asked for.
-
-        Raises ValueError for a file that is no safetensors file, OSError for one that cannot be read whole.
-        """
+        """Yields (name, tensor on the device), valid until the next portion. Raises as `stored_tensors`, and
+        OSError."""
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             with ThreadPoolExecutor(READERS) as readers:
@@ -86,10 +84,8 @@ class PortionReader:
 
 
 def stored_tensors(fd: int, path: Path) -> list[StoredTensor]:
-    """The tensors of a file in the order of their bytes (safetensors README, "Format").
-
-    Raises ValueError for a file that is no safetensors file.
-    """
+    """The tensors of a file in the order of their bytes (safetensors README, "Format"). Raises ValueError for a file
+    that is no safetensors file."""
     (header_bytes,) = struct.unpack("<Q", os.pread(fd, 8, 0).ljust(8, b"\0"))
     if not 0 < header_bytes <= os.fstat(fd).st_size - 8:
         raise ValueError(f"{path} is not a safetensors file")

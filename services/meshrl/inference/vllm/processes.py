@@ -23,12 +23,11 @@ PRELOADED = (
     "meshrl.inference.vllm.whole_completions",
     "meshrl.inference.vllm.gpu_worker",
 )
-"""Modules that vLLM's processes on a GPU need."""
 
 
 class _SameEnvironment(ForkServerProcess):
-    """A process with the variables of its starter, not those of the fork server's start, which starts others out of the
-    same fork server."""
+    """Has the variables of its starter, not those of the fork server's start, and starts others out of the same fork
+    server."""
 
     def start(self) -> None:
         self._environ = dict(os.environ)
@@ -46,13 +45,10 @@ class _SameEnvironment(ForkServerProcess):
 
 
 class ForkServer(ForkServerContext):
-    """The `multiprocessing` context of such processes."""
-
     Process = _SameEnvironment
 
 
 def prepare_environment(torch_threads: int | None) -> None:
-    """Sets the environment of vLLM's processes: to start quietly, with these threads."""
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("DO_NOT_TRACK", "1")
     if torch_threads is not None:
@@ -82,7 +78,6 @@ def kept_variable(name: str) -> Iterator[None]:
 
 
 def imports_ahead() -> bool:
-    """Whether `import_ahead` was called."""
     return _SERVER._forkserver_address is not None
 
 

@@ -34,7 +34,6 @@ class RequestCodec:
     def __init__(
         self, clock: VersionClock, *, eos_token_ids: tuple[int, ...], routed: RoutedLayers | None = None
     ) -> None:
-        """`routed`: the layers whose routes the engine reports, None if it reports none."""
         self._clock = clock
         self._eos_token_ids = eos_token_ids
         self.routed = routed
@@ -42,7 +41,6 @@ class RequestCodec:
         """Requests that waited for room at the end of the last one, and requests preempted since the start."""
 
     def params(self, request: GenerateRequest, room: int) -> VllmSamplingParams:
-        """For at most `room` tokens."""
         sampling = request.sampling
         eos = () if sampling.ignore_eos else self._eos_token_ids
         return VllmSamplingParams(
@@ -76,10 +74,8 @@ class RequestCodec:
         return {"routed_experts_prompt_start": last if start is None else min(start, last)}
 
     def chunk(self, request: GenerateRequest, output: RequestOutput, start: int) -> TokenChunk:
-        """A piece of a streamed completion from token `start` on, or a whole one.
-
-        Raises: MeshError ENGINE_FAILED for logprobs that are not finite, as weights that are broken give.
-        """
+        """A piece of a streamed completion from token `start` on, or a whole one. Raises MeshError ENGINE_FAILED for
+        logprobs that are not finite, as weights that are broken give."""
         completion, sampling = output.outputs[0], request.sampling
         token_ids = np.asarray(completion.token_ids, dtype=np.int32)
         record: CompletionRecord | None = (output.kv_transfer_params or {}).get(RECORD_KEY)
@@ -109,7 +105,7 @@ class RequestCodec:
         )
 
     def _routes(self, request: GenerateRequest, found: NDArray[np.generic] | None, made: int) -> Routes | None:
-        """(N, L, K) of the requested routes: vLLM's have a row for each layer, also without experts."""
+        """(N, L, K): vLLM's have a row for each layer, also without experts."""
         first = request.sampling.routed_experts_prompt_start
         if self.routed is None or found is None or first is None:
             return None

@@ -1,8 +1,7 @@
 """The shadow of a vLLM worker's weights: filled while the engine generates, copied over the live ones in a pause.
 
-vLLM's models load Hugging Face checkpoints into fused and sharded parameters. The shadow is a second instance of the
-same model with storage for its parameters alone, which vLLM's own loading fills. If kernels keep weights in a packed
-form (CPUs), there is nothing to copy over: then the shadow is the checkpoint's tensors, which are loaded in the pause.
+It is a second instance of the same model with storage for its parameters alone, which vLLM's own loading fills. If
+kernels keep weights in a packed form (CPUs), it is the checkpoint's tensors, which are loaded in the pause.
 
 Some layers rearrange their weights within the same shape once they are loaded; mixtures of experts do on some GPUs.
 That cannot be seen, so with such layers a shadow first has to make the live weights out of their checkpoint.
@@ -52,7 +51,7 @@ class WorkerShadow(Protocol):
         """All tensors were added. Raises ValueError naming parameters that got nothing."""
 
     def apply(self) -> None:
-        """Makes the shadow live. Raises ValueError naming parameters that got nothing."""
+        """Raises ValueError naming parameters that got nothing."""
 
     def rehearse(self, checkpoint: Weights) -> list[str]:
         """Loads the live weights once more, from their checkpoint; names the parameters that come out otherwise, after
@@ -60,10 +59,10 @@ class WorkerShadow(Protocol):
 
 
 class ParameterShadow:
-    """The parameters of a second model instance; `apply` copies them into the live ones, whose addresses stay."""
+    """`apply` copies its parameters into the live ones, whose addresses stay."""
 
     def __init__(self, live: nn.Module, vllm_config: VllmConfig, device: torch.device) -> None:
-        """Builds the second instance. Raises ValueError when its parameters have another form than the live ones."""
+        """Raises ValueError when its parameters have another form than the live ones."""
         config = _config_of_its_own(vllm_config)
         before = torch.get_default_dtype()
         torch.set_default_dtype(config.model_config.dtype)
@@ -86,7 +85,6 @@ class ParameterShadow:
         self._loaded = set()
 
     def begin_as_live(self) -> None:
-        """Fills it with the live weights."""
         shadow = self.parameters
         torch._foreach_copy_(list(shadow.values()), [self._live[name].data for name in shadow])
 
@@ -153,10 +151,10 @@ class CheckpointShadow:
 
 
 def build_shadow(worker: WorkerBase, *, in_place: bool = False, leave_bytes: int = HEADROOM_BYTES) -> WorkerShadow:
-    """The shadow that suits a vLLM worker: its device, its memory and whether its kernels repack weights.
+    """`in_place`: only one that loads in place, as `tested_shadow` found.
 
-    `in_place`: only one that loads in place, as `tested_shadow` found. A shadow that would not leave `leave_bytes` of
-    the device free is kept on the host: versions then land slower, in a longer pause.
+    A shadow that would not leave `leave_bytes` of the device free is kept on the host: versions then land slower, in a
+    longer pause.
     """
     runner, device = worker.model_runner, torch.device(worker.device)
     live = runner.get_model()
@@ -199,9 +197,8 @@ def bytes_to_come(shadow: WorkerShadow, live: nn.Module) -> int:
 def tested_shadow(worker: WorkerBase, shadow: WorkerShadow) -> tuple[WorkerShadow, bool]:
     """The shadow for a worker, and whether it must load versions in place since layers have rearranged their weights.
 
-    `shadow` is the one that was built for it. If layers may have rearranged weights, the checkpoint is loaded once more
-    to find out, before any request comes. Raises RuntimeError when no shadow makes the live weights out of their
-    checkpoint; the live weights are wrong then.
+    If they may have, the checkpoint is loaded once more into `shadow`, before any request comes. Raises RuntimeError
+    when no shadow makes the live weights out of their checkpoint; the live weights are wrong then.
     """
     live = worker.model_runner.get_model()
     if not _may_rearrange(live):
@@ -251,7 +248,7 @@ def _pack_again(model: nn.Module) -> None:
 
 
 def _config_of_its_own(vllm_config: VllmConfig) -> VllmConfig:
-    """vLLM's configuration with a register of layers of its own, which a second instance must not share."""
+    """With a register of layers of its own, which a second instance must not share."""
     config = copy.copy(vllm_config)
     config.compilation_config = copy.copy(vllm_config.compilation_config)
     config.compilation_config.static_forward_context = {}

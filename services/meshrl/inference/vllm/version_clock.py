@@ -1,6 +1,6 @@
 """Which weight version sampled which tokens of a request: turns the pauses that vLLM's scheduler counted into spans.
 
-Used by the vLLM engine in the process that serves HTTP; `whole_completions` counts the pauses in vLLM's process.
+Runs in the process that serves HTTP; `whole_completions` counts the pauses in vLLM's process.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from meshrl.wire.types import VersionSpan
 
 
 class CompletionRecord(TypedDict):
-    """What vLLM's scheduler reports to the front end of a finished request; arrays as little-endian bytes."""
+    """vLLM's scheduler's report of a finished request to the front end; arrays as little-endian bytes."""
 
     first_pause: int  # pauses before it came
     resumed_at: list[int]  # tokens when a pause ended, one for each since it came
@@ -28,7 +28,7 @@ class CompletionRecord(TypedDict):
 class VersionClock:
     """The served version, and the one served after each pause since the start.
 
-    Engine and scheduler count pauses alike, both from their start, so a request carries only the count.
+    Engine and scheduler count pauses alike, so a request carries only the count.
     """
 
     def __init__(self, version: int | None) -> None:
@@ -38,11 +38,11 @@ class VersionClock:
 
     @property
     def salt(self) -> str:
-        """Salt of the prefix cache: blocks are shared by requests under the same weights only."""
+        """Of the prefix cache: blocks are shared by requests under the same weights only."""
         return f"w{self._weights}"
 
     def serve(self, version: int, *, same: bool = False) -> None:
-        """The version changes: within a pause, or with `same` by name only, at any time."""
+        """Within a pause, or with `same` by name only, at any time."""
         self.version = version
         if same:
             self._after_pause[-1] = version
@@ -50,11 +50,10 @@ class VersionClock:
             self._weights += 1
 
     def resumed(self) -> None:
-        """A pause ends."""
         self._after_pause.append(self.version)
 
     def spans(self, record: CompletionRecord, num_tokens: int) -> tuple[VersionSpan, ...]:
-        """Spans over a finished completion of `num_tokens`; empty ones are left out, equal neighbours joined.
+        """Spans over a finished completion; empty ones are left out, equal neighbours joined.
 
         The first one names the version that computed the prompt, if that is another.
         """

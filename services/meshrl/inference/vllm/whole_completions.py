@@ -1,9 +1,8 @@
 """vLLM's schedulers, with completions handed over whole: runs in vLLM's engine process, named by `scheduler_cls`.
 
 vLLM sends every token of every request to the front end at once, with its logprobs as small arrays, over which the
-front end then walks. Here the tokens and logprobs of a request that wants its answer in one piece are kept until it is
-finished and sent in one message. The scheduler also notes at how many tokens generation was resumed after a pause,
-where one weight version ends and the next begins.
+front end then walks. Here a request that wants its answer in one piece leaves in one message. The scheduler also notes
+at how many tokens generation was resumed after a pause, where one weight version ends and the next begins.
 """
 
 from __future__ import annotations
@@ -36,22 +35,20 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 RECORD_KEY = "meshrl"
-"""Key of the record, in `kv_transfer_params`, the one field of an output that vLLM passes through untouched."""
+"""Of the record, in `kv_transfer_params`, the one field of an output that vLLM passes through untouched."""
 
 WHOLE_KEY = "meshrl_whole"
-"""Key in SamplingParams.extra_args of requests that want their answer in one piece."""
+"""In SamplingParams.extra_args of requests that want their answer in one piece."""
 
 AHEAD = -1
 """Priority of a request that goes ahead of all that wait, whatever vLLM's scheduling policy."""
 
 PROBE_SEATS = 1
-"""Sequences beyond the configured ones that may run, so that a version can be probed while all of these are busy."""
+"""Sequences beyond the configured ones, so that a version can be probed while all of these are busy."""
 
 
 @dataclass(kw_only=True, slots=True)
 class UnfinishedRequest:
-    """An unfinished request: its tokens and logprobs so far, and the pauses that it has met."""
-
     whole: bool
     alternatives: int  # K
     first_pause: int  # pauses before it came
@@ -244,7 +241,7 @@ class WholeCompletions(Scheduler):  # type: ignore[misc]  # vLLM has no types he
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _StepLogprobs:
-    """A step's logprobs, (R, 1 + K) over the requests' tokens; the first column is the sampled token."""
+    """(R, 1 + K) over the requests' tokens; the first column is the sampled token."""
 
     lists: LogprobsLists
     sampled: list[float]

@@ -47,7 +47,7 @@ register()  # before the model is built: vLLM imports this module first
 
 
 class WeightsExtension:
-    """The weight side of one vLLM worker. Paths, JSON and plain values in; plain values out."""
+    """Paths, JSON and plain values in; plain values out."""
 
     _meshrl_shadow: WorkerShadow | None = None  # `gpu_worker` builds it before vLLM measures its room
     _meshrl_phases: Sequence[WorkerPhase] = ()
@@ -98,7 +98,7 @@ class WeightsExtension:
         return True
 
     def meshrl_load_adapter(self, number: int, part: Part, last: bool) -> float:
-        """Loads a part of an adapter that was opened; vLLM has it with the last one. Returns the seconds it took."""
+        """Loads a part of an adapter; vLLM has it with the last one. Returns the seconds it took."""
         began_s = time.perf_counter()
         self._meshrl_loading[number].load(part, last=last)
         if last:
@@ -106,8 +106,8 @@ class WeightsExtension:
         return time.perf_counter() - began_s
 
     def meshrl_drop_adapter(self, number: int) -> int:
-        """Forgets an adapter that was opened, or that vLLM has; returns how many of its layers are not yet freed. The
-        next call frees some more."""
+        """Forgets an adapter that was opened, or that vLLM has; returns how many of its layers are left for further
+        calls."""
         if (loading := self._meshrl_loading.pop(number, None)) is not None:
             loading.close()
         if number not in self._meshrl_dropped:
@@ -183,12 +183,12 @@ class WeightsExtension:
         self._meshrl_staged = manifest.version
 
     def meshrl_parts(self) -> PartDigests:
-        """The digests of the parts that the last patch, or a version that was scattered, has made here."""
+        """Digests of the parts that the last patch, or a scattered version, has made here."""
         found, self._meshrl_found = self._meshrl_found, {}
         return found
 
     def meshrl_outcome(self) -> JobOutcome | None:
-        """How the last job ended: {"seconds"} or {"reason", "message"}; None while it runs."""
+        """None while the last job runs."""
         job = self._meshrl_job
         return {"seconds": 0.0} if job is None else job.outcome
 
@@ -206,10 +206,8 @@ class WeightsExtension:
         return time.perf_counter() - began_s
 
     def meshrl_sleep(self) -> int:
-        """Drops the shadow, which vLLM's sleep does not know of; returns the bytes of the device that were free before.
-
-        The shadow is built anew for the next version, by what room there is then.
-        """
+        """Drops the shadow, which vLLM's sleep does not know of and the next version builds anew; returns the bytes of
+        the device that were free before."""
         free_bytes, job = self.meshrl_free_bytes(), self._meshrl_job
         if job is not None and not job.join(APPLY_WAIT_S):
             raise RuntimeError("the weight job before does not end")
@@ -308,7 +306,7 @@ class WeightsExtension:
         return built or build_shadow(self)
 
     def _meshrl_ready_shadow(self) -> WorkerShadow:
-        """The shadow, built here and not on the job's thread: building one sets defaults of the whole process."""
+        """Built here and not on the job's thread: building one sets defaults of the whole process."""
         if self._meshrl_shadow is None:
             self._meshrl_shadow = build_shadow(self, in_place=self._meshrl_in_place)
         return self._meshrl_shadow

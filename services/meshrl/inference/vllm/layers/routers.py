@@ -25,7 +25,7 @@ ROUTERS = ("gate", "router")
 
 
 class FloatLogits(UnquantizedLinearMethod):  # type: ignore[misc]  # vLLM has no types here
-    """Multiplies as it is and sums in float32."""
+    """Sums in float32."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Kernels of a CPU would pack the weights and round their product."""
