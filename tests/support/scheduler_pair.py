@@ -133,16 +133,15 @@ def decoding_ms(driven: Driven, requests: int) -> float:
     return 1000 * statistics.median(driven.cpu_s)
 
 
-def main() -> None:
+def compare(model: str, requests: int) -> dict[str, Any]:
     init_none_hash(get_hash_fn_by_name("sha256"))
-    model, requests = sys.argv[1], int((*sys.argv[2:], "128")[0])
     few: Any = tuple(Driven(model, ours=ours, slots=48, blocks=130) for ours in (True, False))
     difference, preempted = first_difference(few)
     ours, vllms = (
         decoding_ms(Driven(model, ours=ours, slots=requests, blocks=40 * requests), requests) for ours in (True, False)
     )
-    print(json.dumps({"difference": difference, "preempted": preempted, "ours_ms": ours, "vllm_ms": vllms}))
+    return {"difference": difference, "preempted": preempted, "ours_ms": ours, "vllm_ms": vllms}
 
 
 if __name__ == "__main__":
-    main()
+    print(json.dumps(compare(sys.argv[1], int((*sys.argv[2:], "128")[0]))))

@@ -1,4 +1,4 @@
-"""A tiny Qwen3 over bytes that has learned some answers by heart: with a thought, with tool calls, with an emoji.
+"""A tiny Qwen3 over bytes that has learned two answers by heart: with a thought, with tool calls.
 
 Its greedy completions are known beforehand, on any engine.
 """
@@ -19,8 +19,6 @@ TOOL: dict[str, Any] = {
     "function": {"name": "find", "strict": True, "parameters": {"type": "object", "properties": {}}},
 }
 QUESTION = {"role": "user", "content": "Where?"}
-GREETING = {"role": "user", "content": "Hi!"}
-HEY = "HEY 😀."
 THOUGHT = "<think>\nLook.\n</think>\n\n"
 CALLS = "".join(
     f'<tool_call>\n{{"name": "find", "arguments": {{"word": "{word}"}}}}\n</tool_call>\n' for word in ("né", "b")
@@ -33,7 +31,6 @@ TEMPLATE = (
 ROWS: Sequence[tuple[dict[str, str], list[dict[str, Any]] | None, str]] = (
     (QUESTION, None, f"{THOUGHT}Here."),
     (QUESTION, [TOOL], THOUGHT + CALLS.strip()),
-    (GREETING, None, HEY),
 )
 
 

@@ -64,7 +64,7 @@ def vllm_python() -> Path:
     return python
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def vllm() -> Path:
     return vllm_python()
 

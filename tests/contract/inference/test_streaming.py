@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import subprocess
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import aiohttp
 import pytest
 
-from engine_mesh import MODEL_NAME, SLOTS, SOURCES, EngineClient, EngineKind, EngineMesh, logprobs_of
+from engine_mesh import MODEL_NAME, SLOTS, EngineClient, EngineMesh, logprobs_of
 
 PROMPT = [1, 2, 3]
 ATTEMPTS = 5
@@ -58,28 +56,6 @@ async def test_pieces_of_a_token_stream_join_to_the_whole_answer(mesh: EngineMes
         assert [piece["finish_reason"] for piece in mine] == [None] * (len(mine) - 1) + ["length"]
 
 
-async def test_text_streams_join_to_the_whole_text(client: EngineClient) -> None:
-    body = {"model": MODEL_NAME, "prompt": "abc", "max_tokens": 30, "seed": 2, "ignore_eos": True}
-    whole = (await client.post("/v1/completions", body)).body["choices"][0]["text"]
-    found = await read(client, "/v1/completions", body)
-    assert "".join(event["choices"][0]["text"] for event in found) == whole
-    assert {event["object"] for event in found} == {"text_completion"}
-
-
-async def test_chat_streams_join_to_the_whole_message(client: EngineClient) -> None:
-    body = {
-        "model": MODEL_NAME, "messages": [{"role": "user", "content": "abc"}], "max_tokens": 30, "seed": 2,
-        "ignore_eos": True,
-    }  # fmt: skip
-    whole = (await client.post("/v1/chat/completions", body)).body
-    *found, last = await read(client, "/v1/chat/completions", {**body, "stream_options": {"include_usage": True}})
-    assert found[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-    text = "".join(event["choices"][0]["delta"]["content"] for event in found)
-    assert text == whole["choices"][0]["message"]["content"]
-    assert last["choices"] == []
-    assert last["usage"] == whole["usage"]
-
-
 async def test_text_stream_ends_at_a_stop_string(client: EngineClient) -> None:
     body = {"model": MODEL_NAME, "prompt": "abc", "temperature": 0.0, "max_tokens": 600, "ignore_eos": True}
     whole = (await client.post("/v1/completions", {**body, "max_tokens": 40})).body["choices"][0]["text"]
@@ -111,28 +87,3 @@ async def finished(client: EngineClient) -> float:
 async def hold(session: aiohttp.ClientSession, body: Mapping[str, Any]) -> None:
     async with session.post(GENERATE, json=body) as response:
         await response.read()
-
-
-def test_alternatives_of_joined_pieces_of_a_stream_are_those_of_each_alone(engine_kind: EngineKind) -> None:
-    if engine_kind.name != "vllm":
-        pytest.skip("vLLM joins pieces, the embedded engine does not")
-    code = """
-import json
-from vllm.logprobs import FlatLogprobs
-from meshrl.inference.vllm.requests import _from_flat
-def piece(*places):
-    flat = FlatLogprobs()
-    for ids, logprobs, rank in places:
-        flat.append_fast(ids, logprobs, iter((rank, 1, 2)), [None] * 3)
-    return flat
-places = [([7, 7, 4], [-0.1, -0.1, -2.0], 1), ([5, 6, 5], [-1.5, -0.3, -1.5], 2), ([9, 6, 5], [-4.0, -0.3, -1.5], 8)]
-joined = piece(places[0])
-for place in places[1:]:
-    joined.extend(piece(place))
-print(json.dumps([[part.tolist() for part in _from_flat(flat, 3, 2)] for flat in (piece(*places), joined)]))
-"""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(SOURCES)}
-    told = subprocess.check_output([str(engine_kind.python), "-c", code], env=environment, timeout=300)
-    alone, joined = json.loads(told.splitlines()[-1])
-    assert alone[1] == [[7, 4], [6, 5], [6, 5]]
-    assert joined == alone

@@ -67,10 +67,16 @@ async def test_openais_client_reads_a_stream_with_calls(client: TestClient) -> N
             async for _ in stream:
                 pass
         choice = (await stream.get_final_completion()).choices[0]
+        calls = choice.message.tool_calls or []
+        results = [
+            {"role": "tool", "tool_call_id": call.id, "content": [{"type": "text", "text": "b"}]} for call in calls
+        ]
+        answered = [QUESTION, choice.message.model_dump(), *results]
+        again = await openai.chat.completions.create(**body(messages=answered, max_tokens=1))
     assert choice.finish_reason == "tool_calls"
-    assert [call.function.arguments for call in choice.message.tool_calls or []] == [
-        '{"word": "n\\u00e9"}', '{"word": "b"}',
-    ]  # fmt: skip
+    assert [call.function.arguments for call in calls] == ['{"word": "n\\u00e9"}', '{"word": "b"}']
+    assert again.usage is not None
+    assert again.usage.completion_tokens == 1
 
 
 async def test_without_tools_or_with_tool_choice_none_the_model_is_offered_none(client: TestClient) -> None:

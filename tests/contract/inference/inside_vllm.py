@@ -1,0 +1,56 @@
+"""A program for an interpreter that has vLLM: prints what it finds inside of it as JSON, in its last line."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from vllm.logprobs import FlatLogprobs
+from vllm.platforms import current_platform
+from vllm.utils.import_utils import resolve_obj_by_qualname
+
+import scheduler_pair
+from meshrl.inference.vllm.arguments import engine_arguments
+from meshrl.inference.vllm.requests import _from_flat
+
+PLACES = [([7, 7, 4], [-0.1, -0.1, -2.0], 1), ([5, 6, 5], [-1.5, -0.3, -1.5], 2), ([9, 6, 5], [-4.0, -0.3, -1.5], 8)]
+
+
+def logprobs_of_a_stream() -> list[list[list[list[float]]]]:
+    """Logprobs and two alternatives of three tokens, in one piece and of three pieces that vLLM joined."""
+
+    def piece(*places: tuple[list[int], list[float], int]) -> FlatLogprobs:
+        flat = FlatLogprobs()
+        for ids, logprobs, rank in places:
+            flat.append_fast(ids, logprobs, iter((rank, 1, 2)), [None] * 3)
+        return flat
+
+    joined = piece(PLACES[0])
+    for place in PLACES[1:]:
+        joined.extend(piece(place))
+    return [[part.tolist() for part in _from_flat(flat, 3, 2)] for flat in (piece(*PLACES), joined)]
+
+
+def workers_of_a_gpu() -> list[str]:
+    """Where an engine's worker class on a GPU has its part for weights from, as vLLM mixes it; no GPU is used."""
+    type(current_platform).is_cuda_alike = lambda platform: True
+    import meshrl.inference.vllm.gpu_worker  # noqa: F401  # as the fork server does
+
+    found = []
+    for given in ({}, {"enable_lora": True}):
+        arguments = engine_arguments({"model": "any", "max_num_seqs": 8, **given})
+        name = arguments.worker_cls if arguments.worker_cls != "auto" else "vllm.v1.worker.gpu_worker.Worker"
+        worker, extension = map(resolve_obj_by_qualname, (name, arguments.worker_extension_cls))
+        if extension not in worker.__bases__:  # vllm.v1.worker.worker_base, init_worker
+            worker.__bases__ = (*worker.__bases__, extension)
+        found.append(worker.meshrl_open.__qualname__)
+    return found
+
+
+if __name__ == "__main__":
+    found = {
+        "scheduler": scheduler_pair.compare(sys.argv[1], 32),
+        "stream": logprobs_of_a_stream(),
+        "workers": workers_of_a_gpu(),  # the last one: it changes vLLM
+    }
+    print(json.dumps(found))
