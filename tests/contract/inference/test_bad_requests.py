@@ -2,68 +2,67 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import aiohttp
-import pytest
 
 from engine_mesh import MAX_MODEL_LEN, MODEL_NAME, EngineClient, EngineKind, EngineMesh
 
 GENERATE, CHAT, TEXT = "/inference/v1/generate", "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "abc"}]
 
-SAMPLING: dict[str, tuple[dict[str, Any], str]] = {
-    "temperature below 0": ({"temperature": -0.1}, "temperature"),
-    "temperature infinite": ({"temperature": float("inf")}, "temperature"),
-    "top_k beyond 64 bits": ({"top_k": 2**70}, "top_k"),
-    "stop token out of vocabulary": ({"stop_token_ids": [64]}, "stop_token_ids"),
-    "stop token below 0": ({"stop_token_ids": [-1]}, "stop_token_ids"),
-    "stop token out of vocabulary, not before": ({"stop_token_ids": [64], "min_tokens": 3}, "stop_token_ids"),
-    "temperature NaN": ({"temperature": float("nan")}, "temperature"),
-    "top_p 0": ({"top_p": 0.0}, "top_p"),
-    "top_p above 1": ({"top_p": 1.5}, "top_p"),
-    "top_p NaN": ({"top_p": float("nan")}, "top_p"),
-    "top_k below -1": ({"top_k": -2}, "top_k"),
-    "min_p above 1": ({"min_p": 2.0}, "min_p"),
-    "min_p NaN": ({"min_p": float("nan")}, "min_p"),
-    "no tokens": ({"max_tokens": 0}, "max_tokens"),
-    "min_tokens below 0": ({"min_tokens": -1}, "min_tokens"),
-    "n 0": ({"n": 0}, "n:"),
-    "too many completions": ({"n": 1000}, "n:"),
-    "seed in words": ({"seed": "seven"}, "seed"),
-    "logprobs below 0": ({"logprobs": -1}, "logprobs"),
-    "too many alternatives": ({"logprobs": 1000}, "logprobs"),
-    "penalty above 2": ({"presence_penalty": 2.5}, "presence_penalty"),
-    "penalty NaN": ({"frequency_penalty": float("nan")}, "frequency_penalty"),
-    "repetition 0": ({"repetition_penalty": 0.0}, "repetition_penalty"),
-    "logit bias above 100": ({"logit_bias": {"3": 101.0}}, "logit_bias"),
-    "logit bias in words": ({"logit_bias": {"three": 1.0}}, "logit_bias"),
-    "logit bias out of vocabulary": ({"logit_bias": {"64": 1.0}}, "logit_bias"),
-    "stop string for token ids": ({"stop": "x"}, "use stop_token_ids"),
-}
-PROMPTS: dict[str, tuple[Any, str]] = {
-    "empty": ([], f"send 1 to {MAX_MODEL_LEN - 1} prompt tokens"),
-    "as long as the context": ([1] * MAX_MODEL_LEN, f"maximum context length is {MAX_MODEL_LEN} tokens"),
-    "far too long": ([1] * 5000, f"maximum context length is {MAX_MODEL_LEN} tokens"),
-    "token out of vocabulary": ([1, 64], r"\[0, 64\)"),
-    "token below 0": ([1, -1], r"\[0, 64\)"),
-    "token beyond 64 bits": ([2**70], r"token_ids|\[0, 64\)"),
-    "token not whole": ([1.5], "token_ids"),
-    "words": ("abc", "token_ids"),
-}
+SAMPLING: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"temperature": -0.1}, "temperature"),
+    ({"temperature": float("inf")}, "temperature"),
+    ({"top_k": 2**70}, "top_k"),
+    ({"stop_token_ids": [64]}, "stop_token_ids"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids"),
+    ({"stop_token_ids": [64], "min_tokens": 3}, "stop_token_ids"),
+    ({"temperature": float("nan")}, "temperature"),
+    ({"top_p": 0.0}, "top_p"),
+    ({"top_p": 1.5}, "top_p"),
+    ({"top_p": float("nan")}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"min_p": 2.0}, "min_p"),
+    ({"min_p": float("nan")}, "min_p"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"min_tokens": -1}, "min_tokens"),
+    ({"n": 0}, "n:"),
+    ({"n": 1000}, "n:"),
+    ({"seed": "seven"}, "seed"),
+    ({"logprobs": -1}, "logprobs"),
+    ({"logprobs": 1000}, "logprobs"),
+    ({"presence_penalty": 2.5}, "presence_penalty"),
+    ({"frequency_penalty": float("nan")}, "frequency_penalty"),
+    ({"repetition_penalty": 0.0}, "repetition_penalty"),
+    ({"logit_bias": {"3": 101.0}}, "logit_bias"),
+    ({"logit_bias": {"three": 1.0}}, "logit_bias"),
+    ({"logit_bias": {"64": 1.0}}, "logit_bias"),
+    ({"stop": "x"}, "use stop_token_ids"),
+)
+PROMPTS: tuple[tuple[Any, str], ...] = (
+    ([], f"send 1 to {MAX_MODEL_LEN - 1} prompt tokens"),
+    ([1] * MAX_MODEL_LEN, f"maximum context length is {MAX_MODEL_LEN} tokens"),
+    ([1] * 5000, f"maximum context length is {MAX_MODEL_LEN} tokens"),
+    ([1, 64], r"\[0, 64\)"),
+    ([1, -1], r"\[0, 64\)"),
+    ([2**70], r"token_ids|\[0, 64\)"),
+    ([1.5], "token_ids"),
+    ("abc", "token_ids"),
+)
 
 
 async def refused(client: EngineClient, path: str, body: Any, match: str) -> None:
     answer = await client.post(path, body)
-    assert answer.status == 400, answer.body
+    assert answer.status == 400, (body, answer.body)
     assert answer.body["error"]["type"] == "invalid_request_error"
-    with pytest.raises(AssertionError, match=match):
-        raise AssertionError(answer.message)
+    assert re.search(match, answer.message), (body, answer.message)
 
 
-@pytest.mark.parametrize(("sampling", "match"), SAMPLING.values(), ids=SAMPLING.keys())
-async def test_sampling_parameter_out_of_range(client: EngineClient, sampling: dict[str, Any], match: str) -> None:
-    await refused(client, GENERATE, {"token_ids": [1, 2], "sampling_params": sampling}, match)
+async def test_sampling_parameter_out_of_range(client: EngineClient) -> None:
+    for sampling, match in SAMPLING:
+        await refused(client, GENERATE, {"token_ids": [1, 2], "sampling_params": sampling}, match)
 
 
 async def test_a_temperature_that_vllm_would_raise_is_refused_by_it(
@@ -79,9 +78,9 @@ async def test_a_temperature_that_vllm_would_raise_is_refused_by_it(
         assert (await client.post(GENERATE, body)).status == 200
 
 
-@pytest.mark.parametrize(("prompt", "match"), PROMPTS.values(), ids=PROMPTS.keys())
-async def test_prompt_that_cannot_be_served(client: EngineClient, prompt: Any, match: str) -> None:
-    await refused(client, GENERATE, {"token_ids": prompt, "sampling_params": {"max_tokens": 2}}, match)
+async def test_prompt_that_cannot_be_served(client: EngineClient) -> None:
+    for prompt, match in PROMPTS:
+        await refused(client, GENERATE, {"token_ids": prompt, "sampling_params": {"max_tokens": 2}}, match)
 
 
 async def test_text_routes_refuse_what_is_not_a_prompt(client: EngineClient) -> None:
@@ -105,11 +104,11 @@ async def test_a_stream_is_refused_before_it_begins(client: EngineClient) -> Non
         await refused(client, GENERATE, {"token_ids": prompt, "stream": True}, "prompt")
 
 
-@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b'"abc"', b"\xff\xfe"], ids=repr)
-async def test_body_that_is_no_object(client: EngineClient, raw: bytes) -> None:
-    async with client.session.post(GENERATE, data=raw) as response:
-        assert response.status == 400
-        assert "body" in (await response.json())["error"]["message"]
+async def test_body_that_is_no_object(client: EngineClient) -> None:
+    for raw in (b"", b"{", b"[]", b'"abc"', b"\xff\xfe"):
+        async with client.session.post(GENERATE, data=raw) as response:
+            assert response.status == 400, raw
+            assert "body" in (await response.json())["error"]["message"]
 
 
 async def test_unknown_paths_and_methods(client: EngineClient) -> None:
