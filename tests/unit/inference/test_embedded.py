@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from inference_kit import VOCAB, EngineFactory, ask, complete, full_forward, make_model
+from inference_kit import VOCAB, EngineFactory, ask, complete, full_forward, make_model, until_in_flight
 from meshrl.core.config.shared import ModelConfig, WeightBroadcastConfig
 from meshrl.inference import build
 from meshrl.inference.build import build_engine
@@ -19,6 +19,7 @@ from meshrl.inference.embedded.slots import MIN_SHARED_TOKENS
 from meshrl.inference.engine import FinishReason, GenerateRequest, HostVersion
 from meshrl.machine.memory import MachineMemory
 from meshrl.wire.errors import MeshError, Reason
+from polling import until
 
 TOLERANCE = 1e-4
 
@@ -125,14 +126,12 @@ async def test_closing_the_stream_frees_the_slot(start_engine: EngineFactory) ->
     stream = engine.generate(ask([1], max_tokens=490, stream=True))
     await anext(stream)
     waiting = asyncio.create_task(complete(engine, ask([2], max_tokens=480)))
-    await asyncio.sleep(0.01)
+    await until_in_flight(engine, 2)
     await stream.aclose()
     waiting.cancel()  # cancelled in the queue or just seated
     made = await asyncio.wait_for(complete(engine, ask([3], max_tokens=3)), 30.0)
     assert len(made.token_ids) == 3
-    await asyncio.sleep(0.05)
-    assert engine.in_flight == 0
-    assert engine.stats().running == 0
+    await until(lambda: engine.in_flight == engine.stats().running == 0)
 
 
 async def test_non_finite_logits_fail_the_request_and_the_slots_recover(
@@ -158,8 +157,9 @@ async def test_non_finite_logits_fail_the_request_and_the_slots_recover(
 
 async def test_the_drain_deadline_aborts_what_is_left(start_engine: EngineFactory) -> None:
     engine = await start_engine(max_model_len=500)
+    await engine.pause()
     running = asyncio.create_task(complete(engine, ask([1], max_tokens=490)))
-    await asyncio.sleep(0.01)
+    await until_in_flight(engine, 1)
     await engine.close(0.0)
     assert (await running).finish_reason is FinishReason.ABORT
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-from inference_kit import EngineFactory, Start, make_model, post
-from meshrl.inference.embedded.engine import EmbeddedEngine
+from inference_kit import EngineFactory, Start, make_model, post, until_in_flight
 
 
 @pytest.mark.parametrize(
@@ -28,21 +27,13 @@ async def test_bad_input_is_answered_with_what_to_change(path: str, body: Any, w
     assert answer["error"]["type"] == "invalid_request_error"
 
 
-async def in_flight(engine: EmbeddedEngine) -> None:
-    """Until the engine has a request."""
-    async with asyncio.timeout(60.0):
-        while engine.in_flight == 0:  # noqa: ASYNC110  # a plain property of the engine
-            await asyncio.sleep(0.01)
-    assert engine.in_flight == 1
-
-
 async def test_a_full_queue_is_429_with_retry_after(serve: Start, start_engine: EngineFactory) -> None:
     engine = await start_engine(num_slots=1, max_queue=0)
     client = await serve(engine)
     await engine.pause()
     body = {"token_ids": [1], "sampling_params": {"max_tokens": 4, "ignore_eos": True}}
     running = asyncio.create_task(post(client, "/inference/v1/generate", body))
-    await in_flight(engine)
+    await until_in_flight(engine, 1)
     async with client.post("/inference/v1/generate", json=body) as response:
         assert response.status == 429
         assert response.headers["Retry-After"] == "1"

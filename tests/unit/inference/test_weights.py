@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from inference_kit import VOCAB, EngineFactory, ask, complete, full_forward, make_model
+from inference_kit import EngineFactory, ask, complete, full_forward, make_model, pause_after, until_in_flight
 from meshrl.inference.checkpoints import read_checkpoint
 from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.inference.embedded.staging import LiveWeights, Staging
@@ -19,6 +19,7 @@ from meshrl.models.state import hf_state
 from meshrl.versions.layout import TORCH_DTYPES
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import VersionSpan
+from polling import until
 
 
 async def swap(engine: EmbeddedEngine, version: int, weights: PreTrainedModel, root: bytes = b"root") -> None:
@@ -31,9 +32,10 @@ async def swap(engine: EmbeddedEngine, version: int, weights: PreTrainedModel, r
 async def test_new_weights_apply_between_two_steps_and_spans_say_where(
     model: PreTrainedModel, start_engine: EngineFactory
 ) -> None:
-    engine = await start_engine(max_model_len=300)
+    engine = await start_engine()
     other = make_model(seed=9)
-    stream = engine.generate(ask([1, 2, 3], max_tokens=200, stream=True))
+    pause_after(engine, steps=6)  # one for the prompt
+    stream = engine.generate(ask([1, 2, 3], max_tokens=20, stream=True))
     early = [await anext(stream) for _ in range(5)]
     assert await engine.pause() == 1
     await engine.stage(HostVersion(version=4, tensors=hf_state(other)))
@@ -43,13 +45,10 @@ async def test_new_weights_apply_between_two_steps_and_spans_say_where(
     chunks = [*early, *[chunk async for chunk in stream]]
     spans = [span for chunk in chunks for span in chunk.version_spans]
     versions = [span.version for span in spans]
-    changed = versions.index(4)
-    assert versions == [0] * changed + [4] * (200 - changed)
-    assert changed >= 5
-    tokens = [int(chunk.token_ids[0]) for chunk in chunks]
-    logprobs = np.concatenate([chunk.logprobs for chunk in chunks])
-    old = full_forward(model, [1, 2, 3], tokens[:changed])
-    np.testing.assert_allclose(logprobs[:changed], old, atol=1e-4)
+    assert versions == [0] * 5 + [4] * 15
+    tokens = [int(chunk.token_ids[0]) for chunk in early]
+    logprobs = np.concatenate([chunk.logprobs for chunk in early])
+    np.testing.assert_allclose(logprobs, full_forward(model, [1, 2, 3], tokens), atol=1e-4)
 
     whole = await complete(engine, ask([1, 2, 3], max_tokens=20))
     assert [(span.start, span.end, span.version) for span in whole.version_spans] == [(0, 20, 4)]
@@ -119,11 +118,11 @@ async def test_weights_apply_only_while_paused(start_engine: EngineFactory) -> N
 async def test_a_failed_apply_leaves_the_engine_unfit_until_it_is_reseeded(
     start_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = await start_engine(max_model_len=300)
-    running = asyncio.create_task(complete(engine, ask([1], max_tokens=250)))
-    await asyncio.sleep(0.01)
-    await engine.stage(HostVersion(version=1, tensors=hf_state(make_model(seed=3))))
+    engine = await start_engine()
     await engine.pause()
+    running = asyncio.create_task(complete(engine, ask([1])))
+    await until_in_flight(engine, 1)
+    await engine.stage(HostVersion(version=1, tensors=hf_state(make_model(seed=3))))
     with monkeypatch.context() as patch:
 
         def fail(*_: object) -> None:
@@ -167,30 +166,14 @@ async def test_an_engine_without_a_version_serves_only_after_it_has_one(start_en
 
 
 async def test_prompt_that_an_older_version_computed_is_said(start_engine: EngineFactory) -> None:
-    """A token a step, so that the engine can be paused between the prompt's first token and the completion's."""
     engine = await start_engine(max_num_batched_tokens=1, version=3)
-    prompt = [index % VOCAB for index in range(80)]
-    version = 3
-    for attempt in range(20):  # the pause may come too late
-        prompt = [*prompt[1:], attempt]
-        before = engine.stats()
-        running = asyncio.create_task(complete(engine, ask(prompt, max_tokens=4, ignore_eos=True)))
-        async with asyncio.timeout(60.0):
-            while True:
-                if engine.stats().prefilled_tokens > before.prefilled_tokens:
-                    break
-                await asyncio.sleep(0)
-        await engine.pause()
-        caught = engine.stats().generated_tokens == before.generated_tokens
-        version += 1
-        await swap(engine, version, make_model(seed=version))
-        chunk = await asyncio.wait_for(running, 60.0)
-        if caught:
-            break
-    assert caught
-    assert chunk.version_spans == (VersionSpan(start=0, end=4, version=version, prompt_version=version - 1),)
-    later = await complete(engine, ask(prompt, max_tokens=4, ignore_eos=True))
-    assert later.version_spans == (VersionSpan(start=0, end=4, version=version),)
+    pause_after(engine, steps=1)
+    request = ask(list(range(20)), max_tokens=4, ignore_eos=True)
+    running = asyncio.create_task(complete(engine, request))
+    await until(lambda: engine.stats().prefilled_tokens == 1)
+    await swap(engine, 4, make_model(seed=4))
+    assert (await running).version_spans == (VersionSpan(start=0, end=4, version=4, prompt_version=3),)
+    assert (await complete(engine, request)).version_spans == (VersionSpan(start=0, end=4, version=4),)
 
 
 @pytest.mark.parametrize("name", sorted(TORCH_DTYPES))
