@@ -40,6 +40,7 @@ COMMIT_S = 10.0  # an engine that has not applied by then is out of the pool
 START_S = 300.0
 STOP_S = 60.0
 POLL_S = 0.02
+ATTEMPTS = 5
 RequestT = TypeVar("RequestT")
 SOURCES = tuple(str(Path(__file__).parents[2] / part) for part in ("services", "clients/python"))
 
@@ -334,6 +335,17 @@ class EngineClient:
         finally:
             assert (await self.post("/resume")).status == 200
         return tasks
+
+    async def catch(self, *requests: Callable[[], Coroutine[Any, Any, RequestT]]) -> list[asyncio.Task[RequestT]]:
+        """Starts requests and pauses the engine in the midst of all; again where the pause comes too late for that."""
+        for _ in range(ATTEMPTS):
+            running = await self.begin(*(request() for request in requests))
+            await self.one([1], max_tokens=3)  # came last: by now those before it have tokens
+            if (await self.post("/pause")).body == {"status": "paused", "in_flight": len(requests)}:
+                return running
+            await self.post("/resume")
+            await asyncio.gather(*running)
+        raise AssertionError(f"requests were over before each of {ATTEMPTS} pauses")
 
     async def until_in_flight(self, count: int, deadline_s: float = 60.0) -> None:
         await self.until("in_flight", count, deadline_s)

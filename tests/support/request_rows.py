@@ -1,7 +1,6 @@
 """Every key of a request with values that must be accepted, and values that must be refused with the key's name.
 
-Made of the keys of the `openai` package, of the routes' schemas and of `request_keys`; run against both engines, and
-the page docs/requests.md is made of the same.
+Made of the keys of the `openai` package, of the routes' schemas and of `request_keys`, as is docs/requests.md.
 """
 
 from __future__ import annotations

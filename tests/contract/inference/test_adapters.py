@@ -21,7 +21,7 @@ from plain_checks import check_greedy
 from plain_model import ALPHA, RANK, TARGETS, adapted_model, logits_of, plain_state, probe_of
 
 PROMPTS = ([1, 2, 3], [1 + index % 63 for index in range(400)])
-LENGTH = 1500
+LENGTH = 800
 LORA = {"vllm": {"vllm": {"enable_lora": True, "max_lora_rank": 8, "max_loras": 8}}}
 
 

@@ -28,7 +28,7 @@ from plain_model import logits_of
 
 PROMPTS = ([1, 2, 3], [1 + index % 63 for index in range(400)])
 SLOTS = 2
-LENGTH = 1500
+LENGTH = 300
 WELL = 1e-3  # nats
 ENGINES = pytest.mark.parametrize("engine", ["embedded", "vllm"])
 POLICIES = pytest.mark.parametrize(

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from typing import Any
+from functools import partial
 
 import pytest
 
-from engine_mesh import MODEL_NAME, POLL_S, EngineClient, EngineMesh, logprobs_of
+from engine_mesh import ATTEMPTS, MODEL_NAME, EngineClient, EngineMesh, logprobs_of
 
-LENGTH = 1000  # seconds of work for either engine
-ATTEMPTS = 5
+LENGTH = 400  # a second of work for either engine
 LONG_ENOUGH_S = 0.5  # many steps of either engine
 PROMPTS = [[1, 2, 3], [4, 5], [6] * 30]
 
@@ -24,26 +23,10 @@ async def resumed(client: EngineClient) -> AsyncIterator[None]:
     await client.post("/resume")
 
 
-async def caught(client: EngineClient) -> list[asyncio.Task[dict[str, Any]]]:
-    """One request of each prompt, all paused in flight. On a busy machine a pause may come too late for that."""
-    for _ in range(ATTEMPTS):
-        running = [asyncio.create_task(client.greedy(prompt, LENGTH)) for prompt in PROMPTS]
-        while (await client.version())["in_flight"] < len(PROMPTS):
-            over, _ = await asyncio.wait(running, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
-            if over:
-                break
-        paused = await client.post("/pause")
-        if paused.body == {"status": "paused", "in_flight": len(PROMPTS)}:
-            return running
-        await client.post("/resume")
-        await asyncio.gather(*running)
-    pytest.fail(f"requests were over before each of {ATTEMPTS} pauses")
-
-
 @pytest.mark.usefixtures("resumed")
 async def test_requests_in_flight_are_kept_and_end_as_without_a_pause(mesh: EngineMesh, client: EngineClient) -> None:
     expected = await asyncio.gather(*(client.greedy(prompt, LENGTH) for prompt in PROMPTS))
-    running = await caught(client)
+    running = await client.catch(*(partial(client.greedy, prompt, LENGTH) for prompt in PROMPTS))
     await asyncio.sleep(LONG_ENOUGH_S)
     assert not any(task.done() for task in running)
     version = await client.version()
