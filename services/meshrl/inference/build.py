@@ -95,8 +95,7 @@ async def open_engine(
 
 
 def build_engine(config: InferenceConfig) -> EmbeddedEngine:
-    """Takes seconds, so keep it off the event loop. Raises ModelError, and ValueError when the cache bound is below one
-    sequence."""
+    """Keep it off the event loop. Raises ModelError, and ValueError when the cache bound is below one sequence."""
     if config.torch_threads is not None:
         torch.set_num_threads(config.torch_threads)
     model = load_model(config.model)

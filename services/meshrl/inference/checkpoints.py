@@ -83,8 +83,7 @@ class WeightLoader:
 
 
 def read_checkpoint(folder: Path, layout: Layout) -> dict[str, torch.Tensor]:
-    """The tensors that the layout names, in its dtypes, without tied duplicates; `stage` names missing ones. Raises
-    MeshError INVALID_REQUEST."""
+    """Without tied duplicates, in the layout's dtypes; `stage` names missing ones. Raises MeshError INVALID_REQUEST."""
     try:
         files = sorted(folder.glob("*.safetensors"))
     except (OSError, ValueError) as error:  # too long, or with characters that no path has

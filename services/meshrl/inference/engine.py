@@ -94,7 +94,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateRequest:
-    """One completion of one prompt. With `stream` each step yields a chunk, else one comes at the end."""
+    """With `stream` each step yields a chunk, else one comes at the end."""
 
     request_id: str
     prompt_ids: tuple[int, ...]
@@ -105,7 +105,7 @@ class GenerateRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestTimes:
-    """Seconds that a request waited for a slot, for its first token, and for the others."""
+    """In the queue, until the first token, and for the others."""
 
     queue_s: float
     prefill_s: float
@@ -114,7 +114,7 @@ class RequestTimes:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PromptLogprobs:
-    """Logprobs of P prompt tokens, and K alternatives in the place of each; the first token's have no meaning."""
+    """Of P prompt tokens, and K alternatives in the place of each; the first token's have no meaning."""
 
     logprobs: NDArray[np.float32]  # (P,) of each token after those before it; the first NaN
     top_ids: NDArray[np.int32] | None = None  # (P, K)
@@ -197,7 +197,7 @@ class HostVersion:
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveSupport:
-    """An engine's part in broadcasts (nccl transport): its ranks, one a device, and their backend."""
+    """Ranks in broadcasts (nccl transport), one a device, and their backend."""
 
     ranks: int
     backend: Literal["nccl", "gloo"]
@@ -235,8 +235,7 @@ class Engine(ABC):
     draining = False
 
     def __init__(self, *, max_model_len: int, vocab_size: int, capacity: int, reports_routes: bool) -> None:
-        """`max_model_len`: longest sequence in tokens, prompt and completion together; `capacity`: requests that may be
-        in flight."""
+        """`max_model_len`: tokens of prompt and completion together; `capacity`: requests in flight."""
         self.max_model_len, self.vocab_size = max_model_len, vocab_size
         self._capacity, self._reports_routes = capacity, reports_routes
         self._in_flight = InFlight()
@@ -247,7 +246,7 @@ class Engine(ABC):
     @property
     @abstractmethod
     def version(self) -> int | None:
-        """Of the live weights; None before the first one is known."""
+        """None before the first one is known."""
 
     @property
     @abstractmethod
@@ -286,7 +285,7 @@ class Engine(ABC):
         """(name, dtype, shape) of every weight, sorted by Hugging Face name, tied duplicates left out."""
 
     async def weights_root(self) -> bytes:
-        """Root hash, computed from the bytes of the live weights; empty if the engine cannot read them back."""
+        """Computed from the bytes of the live weights; empty if the engine cannot read them back."""
         return b""
 
     # --- life -------------------------------------------------------------------------------
@@ -411,8 +410,8 @@ class Engine(ABC):
     async def stage(self, host: HostVersion) -> None:
         """Builds the shadow of a version while generation goes on; an earlier one is dropped.
 
-        Raises MeshError LAYOUT_MISMATCH naming the difference, NOT_SUPPORTED for an adapter that it cannot serve,
-        OUT_OF_MEMORY; the live version stays.
+        Raises MeshError LAYOUT_MISMATCH, NOT_SUPPORTED for an adapter that it cannot serve, OUT_OF_MEMORY; the live
+        version stays.
         """
 
     async def patch(self, manifest: Manifest, delta: Path, *, onto_staged: bool) -> None:
@@ -429,10 +428,11 @@ class Engine(ABC):
 
     @abstractmethod
     async def receive(self, manifest: Manifest) -> None:
-        """Builds the shadow of a version from its senders' broadcast, while generation goes on.
+        """Builds the shadow of a version from its senders' broadcast, while generation goes on. Every digest is
+        checked.
 
-        Every digest is checked. Cancelling it breaks the group. Raises MeshError GROUP_BROKEN when the group is gone or
-        nothing came in time, DIGEST_MISMATCH, LAYOUT_MISMATCH, OUT_OF_MEMORY; the live version stays.
+        Cancelling it breaks the group. Raises MeshError GROUP_BROKEN when the group is gone or nothing came in time,
+        DIGEST_MISMATCH, LAYOUT_MISMATCH, OUT_OF_MEMORY; the live version stays.
         """
 
     @abstractmethod
@@ -441,10 +441,8 @@ class Engine(ABC):
 
     @abstractmethod
     async def apply(self, version: int, root: bytes) -> None:
-        """Makes the staged shadow live; only while paused. A failure leaves the engine unfit and raises ENGINE_FAILED.
-
-        Raises MeshError VERSION_NOT_SEALED when `version` is not the one staged.
-        """
+        """Makes the staged shadow live; only while paused. Raises MeshError VERSION_NOT_SEALED when `version` is not
+        staged, ENGINE_FAILED for a failure, which leaves the engine unfit."""
 
     @abstractmethod
     async def adopt(self, version: int, root: bytes) -> None:

@@ -89,8 +89,7 @@ class _Beside:
 
 
 async def serve(config: InferenceConfig, stop: asyncio.Event, tracer: Tracer) -> int:
-    """Serves until `stop` is set, then drains; returns the exit code. Raises ConfigError for a bind or key that is not
-    allowed."""
+    """Drains once `stop` is set; returns the exit code. Raises ConfigError for a bind or key that is not allowed."""
     beside = _Beside(config, start_of(tracer))
     try:
         return await _serve(config, stop, tracer, beside)

@@ -77,7 +77,7 @@ class EngineSize:
 def engine_size(
     model: ModelShape, *, gpu_bytes: int, max_model_len: int, gpus: int = 1, versions: bool, share: float | None = None
 ) -> EngineSize:
-    """For each of `gpus` with `gpu_bytes` of memory. `versions`: a second copy of the weights lies beside the first.
+    """For each of `gpus`. `versions`: a second copy of the weights lies beside the first.
 
     `share` of the memory is for weights, their second copy, activations and KV cache; None chooses it.
     """

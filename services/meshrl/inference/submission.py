@@ -25,7 +25,7 @@ class InferenceProgramConfig(InferenceConfig):
 
 
 def submit_inference(config: InferenceProgramConfig, dry_run: bool) -> str | None:
-    """Writes the job and, unless it is a dry run, submits it; None without [slurm]. Raises ConfigError."""
+    """None without [slurm]. Raises ConfigError."""
     if config.slurm is None:
         return None
     given = config.deployment
@@ -44,8 +44,7 @@ def submit_inference(config: InferenceProgramConfig, dry_run: bool) -> str | Non
 
 
 def _listening(config: InferenceProgramConfig) -> dict[str, object]:
-    """At its node's address, or server.host. Raises ConfigError for an engine that others reach, without a certificate
-    or permission to do without."""
+    """Raises ConfigError for an engine that others reach, without a certificate or permission to do without."""
     server, tls = config.server, config.tls.files()
     named = CredentialFiles.from_environ(os.environ)
     own = (Layout(config.output_dir).credentials / "ca.key").exists()

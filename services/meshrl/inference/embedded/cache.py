@@ -24,7 +24,7 @@ PROBE_ARGUMENT = "slot_probe"
 
 @dataclass(frozen=True)
 class Segment:
-    """`length` prompt tokens of `slot` from position `start` on, at `offset` of the flat row."""
+    """`length` prompt tokens from position `start` on, at `offset` of the flat row."""
 
     slot: int
     start: int
@@ -194,7 +194,7 @@ def slot_attention(
 
 
 def _attend_rows(query_1QTD: torch.Tensor, layer: SlotLayer, plan: StepPlan, rule: ScoreRule) -> torch.Tensor:
-    """(R, Q, D) one query a row over its slot; queries that share a key-value head go as one small matrix."""
+    """(R, Q, D); queries that share a key-value head go as one small matrix."""
     rows, num_queries = plan.rows, query_1QTD.shape[1]
     keys, values = layer.keys[:rows, :, : plan.extent], layer.values[:rows, :, : plan.extent]
     mask = plan.decode_mask(rule.window)
@@ -207,7 +207,7 @@ def _attend_rows(query_1QTD: torch.Tensor, layer: SlotLayer, plan: StepPlan, rul
 
 
 def probe_layers(model: PreTrainedModel) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
-    """Keys and values of one token in each call of attention, with the shapes and dtypes of the cache."""
+    """Of one token in each call of attention, with the shapes and dtypes of the cache."""
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
     token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
     with torch.inference_mode():

@@ -30,7 +30,7 @@ BASE = 0  # the number of no adapter
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LoadedAdapter:
-    """Matrices of an adapter on the engine's device, by layer; merged weights of experts by parameter."""
+    """By layer; merged weights of experts by parameter."""
 
     number: int
     scale: float

@@ -70,12 +70,11 @@ class BatchSampling:
 
 
 class ModelRunner(ABC):
-    """The model and its sampling; the kinds below compute its logits. Used by one thread."""
+    """Used by one thread."""
 
     cache: SlotCache | None = None
 
     def __init__(self, model: PreTrainedModel, *, num_slots: int, max_len: int, keep_routes: bool) -> None:
-        """With `keep_routes` the tokens' experts are kept beside the cache."""
         self.model = model
         self.num_slots = num_slots
         self.max_len = max_len
@@ -97,8 +96,7 @@ class ModelRunner(ABC):
     def score_prompt(self, token_ids: Sequence[int], *, top_k: int = 0, adapter: int = BASE) -> PromptLogprobs:
         """The logprob of each token after those before it, and of the likeliest in its place, at temperature 1.
 
-        One plain forward pass between two steps, which wait for it; several if the logits of all tokens would take more
-        than a gigabyte.
+        One plain forward pass between two steps; several if all logits would take more than a gigabyte.
         """
         ids_P = torch.tensor(token_ids, dtype=torch.long, device=self.device)
         vocab_size = self.model.config.get_text_config().vocab_size
@@ -172,7 +170,7 @@ class ModelRunner(ABC):
 
 
 class SlotRunner(ModelRunner):
-    """The model with its slot cache: a token costs one token's work. For models with packed attention."""
+    """A token costs one token's work. For models with packed attention."""
 
     cache: SlotCache
 
@@ -238,7 +236,7 @@ class SlotRunner(ModelRunner):
 
 
 class RecomputingRunner(ModelRunner):
-    """The model's own forward pass over every whole sequence for each token: slow, right for any causal LM."""
+    """Every whole sequence again for each token: slow, right for any causal LM."""
 
     def __init__(self, model: PreTrainedModel, *, num_slots: int, max_len: int, keep_routes: bool) -> None:
         super().__init__(model, num_slots=num_slots, max_len=max_len, keep_routes=keep_routes)
@@ -275,8 +273,7 @@ class RecomputingRunner(ModelRunner):
 def make_runner(
     model: PreTrainedModel, *, num_slots: int, max_len: int, kv_cache_bytes: int | None, keep_routes: bool = False
 ) -> ModelRunner:
-    """The runner that samples this model right. Raises ValueError when the cache bound is below one sequence, and for
-    routes of a model without experts."""
+    """Raises ValueError when the cache bound is below one sequence, and for routes of a model without experts."""
     reason = unpacked_reason(model, max_len)
     if reason is None:
         return SlotRunner(
@@ -341,7 +338,7 @@ def reweight(logits_RV: torch.Tensor, table: SlotTable, slots: Sequence[int]) ->
 def sample(
     logits_BV: torch.Tensor, uniforms_B: torch.Tensor, how: BatchSampling, plain_BV: torch.Tensor | None = None
 ) -> StepOutput:
-    """Draws a token for each row; `uniforms_B` are float64 in [0, 1) on the device of the logits."""
+    """`uniforms_B` are float64 in [0, 1) on the device of the logits."""
     logits_BV = logits_BV.float()
     raw_BV = (logits_BV if plain_BV is None else plain_BV.float()).log_softmax(-1) if how.raw else None
     scaled_BV = logits_BV if how.temperature is None else logits_BV / how.temperature

@@ -39,7 +39,7 @@ _SLOT_DTYPE = np.dtype(
 
 
 class SlotStore(Protocol):
-    """Something kept of the first `length` tokens of each slot, which moves with the rows."""
+    """Something kept of the first `length` tokens of each slot."""
 
     def copy_slot(self, source: int, target: int, length: int) -> None: ...
 
@@ -48,7 +48,7 @@ class SlotStore(Protocol):
 
 @dataclass(eq=False)
 class RequestRow:
-    """One request from submission to its end. `deliver` and `fail` are called on the engine's thread."""
+    """`deliver` and `fail` are called on the engine's thread."""
 
     request: GenerateRequest
     stop_ids: tuple[int, ...]
@@ -119,7 +119,7 @@ class SlotTable:
 
     def schedule(self, budget: int) -> list[PrefillPiece]:
         """Seats waiting requests, starts to decode those with their prompt in the cache, and picks up to `budget`
-        prompt tokens to prefill."""
+        prompt tokens."""
         while self.waiting and self.occupied < self.num_slots:
             self._start(self.waiting.popleft())
         pieces: list[PrefillPiece] = []

@@ -132,10 +132,8 @@ class Staging:
 
 
 class BroadcastReceiver:
-    """The embedded engine's rank, in at most one group of the nccl transport at a time.
-
-    Calls into a group block, so each runs on a daemon thread and is awaited until its deadline at most.
-    """
+    """In at most one group of the nccl transport at a time. Calls into a group block, so each runs on a daemon thread
+    and is awaited until its deadline at most."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

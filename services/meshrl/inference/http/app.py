@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 from opentelemetry import context as otel_context
-from prometheus_client import generate_latest
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
 from meshrl.client.idle_connections import IdleConnections
 from meshrl.inference.agent.follower import HubFollower
@@ -19,7 +19,7 @@ from meshrl.inference.checkpoints import WeightLoader
 from meshrl.inference.engine import Engine
 from meshrl.inference.http.access import Access
 from meshrl.inference.http.admin_routes import AdminRoutes
-from meshrl.inference.http.metrics import CONTENT_TYPE, EngineMetrics
+from meshrl.inference.http.metrics import EngineMetrics
 from meshrl.inference.http.openai_routes import OpenAIRoutes
 from meshrl.inference.http.runs import STATUS_OF, Serving, as_mesh_error, error_body, served_version
 from meshrl.inference.http.token_route import TokenRoute
@@ -151,7 +151,8 @@ class InferenceServer:
         )
 
     async def _metrics(self, _request: web.Request) -> web.StreamResponse:
-        return web.Response(body=generate_latest(EngineMetrics(self._engine)), headers={"Content-Type": CONTENT_TYPE})
+        body = generate_latest(EngineMetrics(self._engine))
+        return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
 
 
 def _refusal(status: int, message: str) -> web.Response:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from meshrl.inference.engine import Engine
-
-CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
 
 class EngineMetrics(Collector):

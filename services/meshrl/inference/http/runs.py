@@ -37,7 +37,7 @@ from meshrl.wire.types import VersionSpan
 RUN_HEADER = "X-Policy-Run"
 VERSION_HEADER = "X-Policy-Version"
 SYNCS_HEADER = "X-Policy-Syncs"
-"""Trace contexts of the commits that brought the versions of an answer, with commas between them."""
+"""Trace contexts of the commits that brought an answer's versions, with commas between them."""
 UNFINISHED = "the engine ended this completion without a reason; send it again"
 
 REMOVED_LOGPROB = -9999.0  # what vLLM says for a candidate that top_k, top_p or min_p removed: JSON has no infinity
@@ -62,7 +62,7 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 class RequestBody(BaseModel):
-    """A part of a request whose other keys are kept, to be checked. A null key has its default."""
+    """Keeps other keys, to be checked. A null key has its default."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -262,7 +262,7 @@ class Serving:
 
 
 def served_version(engine: Engine) -> int | None:
-    """The version for requests that name no run: of the only run, or else of the base model."""
+    """Of the only run, or else of the base model."""
     runs = engine.runs
     return next(iter(runs.values())).version if len(runs) == 1 else engine.version
 
@@ -287,8 +287,8 @@ async def cancel(tasks: Sequence[asyncio.Future[Result]]) -> None:
 async def interleave(
     spans: CompletionSpans, requests: list[GenerateRequest]
 ) -> AsyncGenerator[tuple[int, TokenChunk], None]:
-    """Chunks of several completions as they come, each with the index of its request. The first failure is raised at
-    once and ends the others."""
+    """Chunks as they come, each with the index of its request. The first failure is raised at once and ends the
+    others."""
     ready: asyncio.Queue[tuple[int, TokenChunk] | Exception] = asyncio.Queue()
 
     async def pump(index: int, request: GenerateRequest) -> None:
@@ -333,7 +333,7 @@ def version_headers(version: int | None) -> dict[str, str]:
 
 
 async def send_events(serving: Serving, request: web.Request, events: AsyncGenerator[str, None]) -> web.StreamResponse:
-    """Server-sent events within the request's deadline, ended by [DONE].
+    """Within the request's deadline, ended by [DONE].
 
     An error before the first event is raised. A later one is the last event, in the shape of the error body, and the
     connection is closed without [DONE].

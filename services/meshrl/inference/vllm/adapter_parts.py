@@ -55,7 +55,7 @@ class AdapterParts:
         self._manager._active_adapters[number] = None
 
     def load(self, part: Part, *, last: bool) -> None:
-        """Reads a part and copies it to the device. Raises ValueError for a layer that vLLM does not adapt."""
+        """Raises ValueError for a layer that vLLM does not adapt."""
         of_worker = self._of_worker
         with _on_one_thread(), _unpinned():
             made = of_worker._lora_model_cls.from_lora_tensors(
@@ -133,7 +133,7 @@ def renames(mapper: Any) -> Any:
 
 
 class AdapterRest:
-    """The layers of a dropped adapter, freed some at a time: no step waits for all of them."""
+    """Freed some layers at a time: no step waits for all of them."""
 
     LAYERS = 24
 

@@ -29,8 +29,8 @@ class AdapterStore:
         self._guardian = FolderGuardian(self._root)
 
     def write(self, host: HostVersion, layout: Layout, number: int) -> Path:
-        """Writes an adapter into the folder of its number. Raises MeshError LAYOUT_MISMATCH when it does not fit the
-        base model or vLLM's limit, NOT_SUPPORTED, OVERLOADED when there is no room for it."""
+        """Raises MeshError LAYOUT_MISMATCH when it does not fit the base model or vLLM's limit, NOT_SUPPORTED,
+        OVERLOADED when there is no room."""
         assert host.adapter is not None
         if host.adapter.rank > self._max_rank:
             raise MeshError(

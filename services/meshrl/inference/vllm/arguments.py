@@ -36,8 +36,7 @@ RESERVED: Mapping[str, str] = {
 
 
 def engine_arguments(given: JsonObject, *, torch_threads: int | None = None) -> AsyncEngineArgs:
-    """From snake_case keys, for that many threads on a CPU (None: vLLM's own choice). Raises VllmError naming every key
-    that is wrong."""
+    """For that many threads on a CPU (None: vLLM's own choice). Raises VllmError naming every key that is wrong."""
     check_supported()
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
@@ -68,10 +67,8 @@ def engine_arguments(given: JsonObject, *, torch_threads: int | None = None) -> 
 
 
 def automatic(model_config: ModelConfig, given: JsonObject, *, versions: bool) -> dict[str, bool | int | float]:
-    """Slots, tokens a step and share of memory that `given` lacks, for the model and the present device.
-
-    `versions`: as `InferenceConfig.takes_whole_versions`. Raises ModelError.
-    """
+    """What `given` lacks of slots, tokens a step and share of memory, for the model and the present device. Raises
+    ModelError."""
     check_supported()
     from vllm.platforms import current_platform
 

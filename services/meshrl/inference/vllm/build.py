@@ -86,7 +86,7 @@ async def open_vllm_engine(config: InferenceConfig, start: Start, meanwhile: Cal
 
 
 def run_headless(config: InferenceConfig) -> None:
-    """Runs this node's share of a data-parallel engine with its front end on another node, until that ends."""
+    """Runs this node's copies of the model, with the front end on another node, until that ends."""
     vllm_config = _vllm_config(config, headless=True)
     from vllm.v1.engine.utils import CoreEngineProcManager
     from vllm.v1.executor import Executor

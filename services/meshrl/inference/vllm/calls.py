@@ -52,7 +52,7 @@ class EngineCalls:
             raise MeshError(Reason[outcome["reason"]], outcome["message"])
 
     async def core(self, call: Awaitable[AnswerT], deadline_s: float = RPC_DEADLINE_S) -> AnswerT:
-        """Awaits a call to the engine process. Raises MeshError ENGINE_FAILED for whatever goes wrong there."""
+        """Raises MeshError ENGINE_FAILED for whatever goes wrong in the engine process."""
         try:
             return await asyncio.wait_for(call, deadline_s)
         except TimeoutError as error:

@@ -96,7 +96,7 @@ def compiled_by(config: VllmConfig) -> dict[str, str] | None:
 
 
 def client_errors() -> tuple[type[Exception], ...]:
-    """vLLM's errors for a request that is at fault itself; 0.32 has a type of its own for it."""
+    """0.32 has a type of its own for a request that is at fault itself."""
     import vllm.exceptions as exceptions
 
     own: type[Exception] | None = getattr(exceptions, "VLLMClientError", None)
@@ -129,14 +129,14 @@ def process_bytes(device: torch.device) -> int | None:
 
 
 def profiled_bytes(worker: Worker) -> int:
-    """A step's measured need beyond what a worker holds at rest: activations and CUDA graphs."""
+    """Activations and CUDA graphs, beyond what a worker holds at rest."""
     activations, graphs = int(worker.peak_activation_memory), int(worker.cudagraph_memory_estimate)
     # 0.32 counts the graphs among the activations; before, they came on top.
     return max(activations, graphs) if hasattr(worker, "total_consumed") else activations + graphs
 
 
 def without_weights(parameters: Iterable[str], loaded: Iterable[str]) -> list[str]:
-    """The parameters of a vLLM model that it has not reported as loaded, in order.
+    """The parameters that vLLM has not reported as loaded, in order.
 
     Those of layers that can have adapters are reported without `base_layer`, and before 0.32 those of experts without
     `routed_experts`.

@@ -100,7 +100,7 @@ def _quick_switches() -> Iterator[None]:
 
 
 class JobEnds:
-    """Receives a datagram for each job that ends on this host; belongs to the engine's own program."""
+    """Receives a datagram for each job that ends on this host."""
 
     def __init__(self) -> None:
         self.address = f"\0meshrl-jobs-{secrets.token_hex(16)}"  # Linux keeps such a name in memory, without a file
@@ -109,7 +109,7 @@ class JobEnds:
         self._socket.bind(self.address)
 
     async def next(self, timeout_s: float) -> bool:
-        """Waits for the next end, one before this call included; False when none came within `timeout_s`."""
+        """Also one before this call; False when none came within `timeout_s`."""
         try:
             await asyncio.wait_for(asyncio.get_running_loop().sock_recv(self._socket, 1), timeout_s)
         except TimeoutError:

@@ -75,7 +75,7 @@ class RequestCodec:
 
     def chunk(self, request: GenerateRequest, output: RequestOutput, start: int) -> TokenChunk:
         """A piece of a streamed completion from token `start` on, or a whole one. Raises MeshError ENGINE_FAILED for
-        logprobs that are not finite, as weights that are broken give."""
+        logprobs that are not finite."""
         completion, sampling = output.outputs[0], request.sampling
         token_ids = np.asarray(completion.token_ids, dtype=np.int32)
         record: CompletionRecord | None = (output.kv_transfer_params or {}).get(RECORD_KEY)

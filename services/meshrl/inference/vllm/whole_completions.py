@@ -41,7 +41,7 @@ WHOLE_KEY = "meshrl_whole"
 """In SamplingParams.extra_args of requests that want their answer in one piece."""
 
 AHEAD = -1
-"""Priority of a request that goes ahead of all that wait, whatever vLLM's scheduling policy."""
+"""Goes ahead of all that wait, whatever vLLM's scheduling policy."""
 
 PROBE_SEATS = 1
 """Sequences beyond the configured ones, so that a version can be probed while all of these are busy."""

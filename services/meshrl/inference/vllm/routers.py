@@ -41,7 +41,6 @@ class FloatLogits(UnquantizedLinearMethod):  # type: ignore[misc]  # vLLM has no
 
 
 def widen(layer: Any) -> None:
-    """Gives a layer logits in float32 if it is a router of the model being built, and configured so."""
     config = get_current_vllm_config()
     if (
         config.additional_config.get(ROUTER_DTYPE) == "float32"

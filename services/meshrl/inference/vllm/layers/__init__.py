@@ -1,1 +1,0 @@
-"""Layers of vLLM's models that are replaced by others."""
