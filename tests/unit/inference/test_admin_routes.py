@@ -5,44 +5,26 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from aiohttp.test_utils import TestClient
 from transformers import PreTrainedModel
 
 from group_senders import GroupSenders
-from inference_kit import ClientOf, EngineFactory, full_forward, make_model
-from meshrl.inference.embedded.engine import EmbeddedEngine
+from inference_kit import EngineFactory, Start, full_forward, make_model, post
 from meshrl.inference.embedded.staging import LiveWeights
 from meshrl.inference.http.admin_routes import ADMIN_PATHS
-from meshrl.inference.http.app import InferenceServer
 from meshrl.inference.sleep import Sleeper
 from meshrl.models.lora import adapted_layers, adapter_config, adapter_state, save_adapter
 from meshrl.models.state import hf_state
 from meshrl.versions.peft import CONFIG_FILE
 from trained import apply_lora
 
-Start = Callable[..., Awaitable[TestClient]]
 Senders = Callable[..., GroupSenders]
-
-
-@pytest.fixture
-def serve(client_of: ClientOf) -> Start:
-    async def start(engine: EmbeddedEngine, **settings: Any) -> TestClient:
-        server = InferenceServer(engine, model_name="m", codec=None, base_model="", **settings)
-        return await client_of(server.app())
-
-    return start
-
-
-async def post(client: TestClient, path: str, body: Any, **more: Any) -> tuple[int, Any]:
-    async with client.post(path, json=body, **more) as response:
-        return response.status, await response.json()
 
 
 @pytest.fixture
@@ -127,28 +109,20 @@ async def test_group_is_joined_by_hand(serve: Start, start_engine: EngineFactory
     assert (status, answer["error"]["reason"]) == (400, "INVALID_REQUEST")
 
 
-async def test_from_elsewhere_the_key_opens_admin_routes_and_nothing_else_does(
-    serve: Start, start_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("remote", ["127.0.0.1", "10.1.2.3"])
+async def test_the_key_opens_admin_routes_and_from_elsewhere_nothing_else_does(
+    serve: Start, start_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch, remote: str
 ) -> None:
-    monkeypatch.setattr("aiohttp.web.BaseRequest.remote", "10.1.2.3")
-    engine = await start_engine()
+    monkeypatch.setattr("aiohttp.web.BaseRequest.remote", remote)
+    engine, key = await start_engine(), {"Authorization": "Bearer secret"}
     with_key, without = await serve(engine, api_key="secret"), await serve(engine)
     assert (await without.get("/health")).status == 200
     for path in sorted(ADMIN_PATHS - {"/is_sleeping"}):
-        assert (await post(without, path, {}, headers={"Authorization": "Bearer secret"}))[0] == 403
-        assert (await post(with_key, path, {}))[0] == 401
+        assert (await post(with_key, path, {}))[0] == 401, path
+        if remote == "10.1.2.3":
+            assert (await post(without, path, {}, headers=key))[0] == 403, path
     assert not engine.paused
-    assert (await post(with_key, "/pause", {}, headers={"Authorization": "Bearer secret"}))[0] == 200
-    assert engine.paused
-
-
-async def test_this_host_needs_the_key_too_where_there_is_one(serve: Start, start_engine: EngineFactory) -> None:
-    engine = await start_engine()
-    client = await serve(engine, api_key="secret")
-    for path in sorted(ADMIN_PATHS - {"/is_sleeping"}):
-        assert (await post(client, path, {}))[0] == 401, path
-    assert not engine.paused
-    assert (await post(client, "/pause", {}, headers={"Authorization": "Bearer secret"}))[0] == 200
+    assert (await post(with_key, "/pause", {}, headers=key))[0] == 200
     assert engine.paused
 
 

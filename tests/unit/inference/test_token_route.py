@@ -2,38 +2,21 @@
 
 import base64
 import io
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from aiohttp import web
-from aiohttp.test_utils import TestClient, TestServer
 from transformers import PreTrainedModel
 
-from inference_kit import ClientOf, EngineFactory, unpack
+from inference_kit import EngineFactory, Start, unpack
 from meshrl.inference.engine import FinishReason, GenerateRequest, PromptLogprobs, TokenChunk
-from meshrl.inference.http.app import InferenceServer
-from meshrl.inference.http.runs import Serving
-from meshrl.inference.http.token_route import TokenRoute
 from meshrl.wire.completion_frame import MEDIA_TYPE, decode
 from meshrl.wire.types import VersionSpan
 
-Start = Callable[[Any], Awaitable[TestClient]]
 ACCEPT = {"Accept": f"{MEDIA_TYPE}, application/json"}
 PATH = "/inference/v1/generate"
-
-
-@pytest.fixture
-def serve(client_of: ClientOf) -> Start:
-    async def start(engine: Any) -> TestClient:
-        app = web.Application()
-        serving = Serving(engine, model_name="tiny", request_deadline_s=10.0)
-        app.router.add_post(PATH, TokenRoute(serving).handle)
-        return await client_of(app)
-
-    return start
 
 
 async def test_a_frame_holds_what_the_json_answer_holds(serve: Start, start_engine: EngineFactory) -> None:
@@ -89,13 +72,17 @@ async def test_what_a_frame_cannot_carry_is_answered_in_json(
 
 @pytest.mark.parametrize("logits_at_once", [2**28, 1], ids=["one-pass", "a-token-a-pass"])
 async def test_prompt_logprobs_are_those_of_transformers_forward_pass(
-    start_engine: EngineFactory, model: PreTrainedModel, logits_at_once: int, monkeypatch: pytest.MonkeyPatch
+    serve: Start,
+    start_engine: EngineFactory,
+    model: PreTrainedModel,
+    logits_at_once: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("meshrl.inference.embedded.runner.SCORED_LOGITS", logits_at_once)
-    server = InferenceServer(await start_engine(), model_name="tiny", codec=None)
+    client = await serve(await start_engine())
     prompt = [5, 9, 2, 39, 7, 7, 31]
     body = {"token_ids": prompt, "sampling_params": {"max_tokens": 1, "prompt_logprobs": 3, "temperature": 0.5}}
-    async with TestClient(TestServer(server.app())) as client, client.post(PATH, json=body, headers=ACCEPT) as response:
+    async with client.post(PATH, json=body, headers=ACCEPT) as response:
         assert response.content_type == "application/json"
         first, *entries = (await response.json())["prompt_logprobs"]
     assert first is None
