@@ -23,7 +23,7 @@ from meshrl.inference.sizing import GIB
 from meshrl.inference.vllm.adapter_parts import AdapterParts, AdapterRest, Part
 from meshrl.inference.vllm.file_reader import Named, PortionReader
 from meshrl.inference.vllm.jobs import Job, JobOutcome
-from meshrl.inference.vllm.routers import register
+from meshrl.inference.vllm.layers.routers import register
 from meshrl.inference.vllm.shadow import ParameterShadow, Weights, WorkerShadow, build_shadow, tested_shadow
 from meshrl.models.folder import as_in_files, renamed_in_layers
 from meshrl.models.load import ModelError, empty_model

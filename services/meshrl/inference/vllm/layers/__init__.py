@@ -1,0 +1,1 @@
+"""Layers of vLLM's models that are replaced by others."""
