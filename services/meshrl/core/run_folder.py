@@ -38,8 +38,12 @@ def empty_folder(output_dir: Path, keep: Sequence[Path] = ()) -> None:
     problem = _why_not(folder, keep)
     if problem is not None:
         raise ConfigError(f"clean_output_dir: {folder} is not emptied: {problem}; choose another output_dir")
+    delete_all_but(folder, (Layout(folder).lock, Layout(folder).credentials))
+
+
+def delete_all_but(folder: Path, kept: Sequence[Path]) -> None:
     for entry in folder.iterdir():
-        if entry in (Layout(folder).lock, Layout(folder).credentials):
+        if entry in kept:
             continue
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)

@@ -20,7 +20,7 @@ from meshrl.core.interpreter import check_interpreter
 from meshrl.core.paths import Layout
 from meshrl.core.private_folders import SHM, keep_to, spool_name, versions_folder
 from meshrl.core.program import run
-from meshrl.core.run_folder import empty_folder, holds_a_run, writing_to
+from meshrl.core.run_folder import delete_all_but, empty_folder, holds_a_run, writing_to
 from meshrl.core.telemetry.log_folder import begin_attempt, log_place
 from meshrl.core.telemetry.logs import setup_logging
 from meshrl.core.telemetry.start import Start
@@ -37,8 +37,9 @@ from meshrl.launch.nodes.certificates import certify_engines
 from meshrl.launch.nodes.job import NodeLostError, NodePorts, copy_to_nodes, nodes_of_job, probe_nodes
 from meshrl.launch.nodes.spread import Spread, link_logs, on_nodes, spread_over
 from meshrl.launch.ports import FreePorts
-from meshrl.launch.preflight.checks import examine, refusal
+from meshrl.launch.preflight.checks import CHECKS, CheckBeside, examine, refusal, show
 from meshrl.launch.preflight.findings import Finding, Plan, error
+from meshrl.launch.preflight.plugins import check_plugins
 from meshrl.launch.submission import submit_run
 from meshrl.launch.supervise import Grace, Program, Supervisor
 from meshrl.orchestrator.config import OrchestratorConfig
@@ -106,8 +107,8 @@ def newest_checkpoint(output_dir: Path, *, since_s: float) -> int | None:
 
 
 def launch(config: RLConfig, start: Start) -> int:
-    """Starts a run and watches over it. Returns the exit code. Raises ConfigError before anything is started, and
-    NodeLostError."""
+    """Starts a run and watches over it. Returns the exit code. Raises ConfigError, after which nothing runs and nothing
+    was written, and NodeLostError."""
     layout = Layout(config.output_dir)
     resumes = config.trainer.ckpt is not None and config.trainer.ckpt.resume_step is not None
     used = holds_a_run(config.output_dir) and not (config.clean_output_dir or resumes)
@@ -115,13 +116,14 @@ def launch(config: RLConfig, start: Start) -> int:
         with FreePorts() as free_ports, FolderLock(layout) as lock:
             ports: FreePorts | NodePorts = free_ports
             spread = None
+            is_new = [*config.output_dir.iterdir()] == [layout.lock]
             if config.deployment.type == "multi_node":
                 nodes, ports = probe_nodes(nodes_of_job(os.environ, config.deployment.nodes), layout)
                 config, spread = spread_over(config, nodes)
             keyed = with_engine_key(config, os.environ)
             os.environ.update(config.tls.files().variables())  # the checks and the programs show the same
             with start.phase("checks"):
-                parts, findings = checked(keyed, ports, spread=spread)
+                parts, findings, later = checked(keyed, ports, spread=spread, is_new=is_new)
             if config.clean_output_dir and not config.dry_run:
                 empty_folder(config.output_dir, keep=[Path(config.trainer.model.name)])
             kept = config.model_copy(update={"clean_output_dir": False, "dry_run": False})  # neither is of a run
@@ -139,13 +141,17 @@ def launch(config: RLConfig, start: Start) -> int:
                     copy_to_nodes(nodes[1:], [layout.config(part.name) for part in parts])
                     link_logs(layout)
                     started = on_nodes(started, spread, layout, ports)
-                return _supervise(config, parts, started, lock, findings, start, used=used)
+                code = _supervise(config, parts, started, lock, findings, start, used=used, later=later)
+                if later is not None and later.problems is not None:
+                    delete_all_but(config.output_dir, [layout.lock])
+                    raise ConfigError(later.problems)
+                return code
             outcome = f"resolved files are in {layout.configs}"
     except FolderInUseError as error:
         if not config.dry_run:
             raise
         with FreePorts() as free_ports:
-            _, findings = checked(config, free_ports, folder_in_use=True)
+            _, findings, _ = checked(config, free_ports, folder_in_use=True)
         outcome = f"nothing was written, since {error.what}"
     sys.stdout.writelines(f"note: {text}\n" for text in config.notes)
     sys.stdout.writelines(f"{finding.severity}: {finding.text}\n" for finding in findings)
@@ -161,9 +167,16 @@ def _engine_certificates(parts: Sequence[Part], spread: Spread, layout: Layout) 
 
 
 def checked(
-    config: RLConfig, free_ports: FreePorts | NodePorts, *, spread: Spread | None = None, folder_in_use: bool = False
-) -> tuple[tuple[Part, ...], list[Finding]]:
-    """The parts of a run that can start, and the findings. Raises ConfigError with all problems."""
+    config: RLConfig,
+    free_ports: FreePorts | NodePorts,
+    *,
+    spread: Spread | None = None,
+    folder_in_use: bool = False,
+    is_new: bool = False,
+) -> tuple[tuple[Part, ...], list[Finding], CheckBeside | None]:
+    """The parts of a run that can start, the findings, and the check of environments if it is left for later, which
+    needs a folder that `is_new`: what the first programs write there can be deleted again. Raises ConfigError with all
+    problems."""
     gpus = visible(os.environ)
     parts: tuple[Part, ...] = ()
     findings = []
@@ -184,21 +197,23 @@ def checked(
             raise
         findings.append(error(str(problem)))
     if not config.preflight:
-        return parts, []
-    findings += examine(
-        Plan(
-            config=config,
-            parts=parts,
-            gpus=gpus,
-            chosen_ports=free_ports.given,
-            elsewhere=() if spread is None else [node.address for node in (*spread.trainers[1:], *spread.engines)],
-            folder_in_use=folder_in_use,
-        )
+        return parts, [], None
+    plan = Plan(
+        config=config,
+        parts=parts,
+        gpus=gpus,
+        chosen_ports=free_ports.given,
+        elsewhere=() if spread is None else [node.address for node in (*spread.trainers[1:], *spread.engines)],
+        folder_in_use=folder_in_use,
     )
+    later = is_new and not config.dry_run and not config.runs  # whose folders may be elsewhere
+    findings += examine(plan, [check for check in CHECKS if not (later and check is check_plugins)])
+    if later and refusal(findings) is not None:
+        findings += check_plugins(plan)
     problems = refusal(findings)
     if problems is not None:
         raise ConfigError(problems)
-    return parts, findings
+    return parts, findings, CheckBeside(plan, findings) if later else None
 
 
 def _supervise(
@@ -210,6 +225,7 @@ def _supervise(
     start: Start,
     *,
     used: bool,
+    later: CheckBeside | None,
 ) -> int:
     layout = Layout(config.output_dir)
     setup_logging(_NAME, config.log.level, log_place(layout, f"{_NAME}.log"), json_logging=config.log.json_logging)
@@ -221,8 +237,7 @@ def _supervise(
         )
     for text in config.notes:
         logger.info("{}", text)
-    for finding in findings:
-        logger.log("WARNING" if finding.severity == "warning" else "INFO", "{}", finding.text)
+    show(findings)
     for name, addresses in config.orchestrator.services.given().items():
         logger.info("{} runs already at {}: it is used, and left running at the end", name, " and ".join(addresses))
     if config.makes_credentials(os.environ) and config.hub_is_open and not (layout.credentials / "ca.key").exists():
@@ -243,8 +258,11 @@ def _supervise(
         temporary=temporary_folders(parts),
         landmarks=(layout.lock, layout.configs),
         guests=lambda: guests(layout, parts),
+        check=later,
     )
     code = run(supervisor.run)
+    if later is not None and later.problems is not None:
+        return code
     logger.info(
         "the run {}; metrics, logs and traces are in {}", "is over" if code == 0 else "failed", layout.output_dir
     )

@@ -21,14 +21,13 @@ from loguru import logger
 
 from meshrl.core.orphans import RUN_MARK, guardian_command
 from meshrl.core.paths import is_gone
-from meshrl.core.program import READY_FILE, how_it_ended
-from meshrl.core.waiting import CANCEL_DEADLINE_S, stop_or_first
+from meshrl.core.program import BAD_CONFIGURATION, READY_FILE, how_it_ended
+from meshrl.core.waiting import CANCEL_DEADLINE_S, StoppedError, stop_or_first, unless_stopped
 from meshrl.launch.logtail import LogTail, last_lines
 
 RESTART_PAUSE_S = 0.5
 MAX_FAILED_STARTS = 3
 """A program that ends so often in a row before it served is unable to start."""
-BAD_CONFIGURATION = 2  # exit code of a program that would fail again in the same way
 KILL_WAIT_S = 2.0
 REMOVAL_WAIT_S = 30.0
 TAIL_POLL_S = 0.2
@@ -106,11 +105,14 @@ class Supervisor:
         temporary: Sequence[Path] = (),
         landmarks: Sequence[Path] = (),
         guests: Callable[[], Sequence[str]] = lambda: (),
+        check: Callable[[], Coroutine[None, None, bool]] | None = None,
     ) -> None:
         """`landmarks` are in the run's folder from its beginning to its end: without any of them the run has failed.
-        `guests` are runs of others at this moment, for which the programs go on after the last leader."""
+        `guests` are runs of others at this moment, for which the programs go on after the last leader. Leaders start
+        once `check` has returned True."""
         self._programs = programs
         self._landmarks, self._guests = landmarks, guests
+        self._check, self._passed = check, check is None
         self._lock_fd = lock_fd
         self._temporary = temporary
         self._grace = grace or Grace()
@@ -122,7 +124,8 @@ class Supervisor:
         self._mark = secrets.token_hex(16)
 
     async def run(self, stop: asyncio.Event, lead: Coroutine[None, None, int] | None = None) -> int:
-        """Returns the exit code: 0 when the run is over or was stopped in order, else 1.
+        """Returns the exit code: 0 when the run is over or was stopped in order, BAD_CONFIGURATION when the check has
+        returned False, else 1.
 
         `lead` leads in place of a program, in this process: the run is over when it returns, with its exit code, and
         its exceptions are raised. It is cancelled when a program dies, or on `stop` if it does not end by itself.
@@ -144,6 +147,11 @@ class Supervisor:
                 )
                 for program in self._programs:
                     await self._start(program, program.command, program.restarts)
+                if self._check is not None:  # what has died meanwhile may have died of what it finds
+                    with contextlib.suppress(StoppedError):
+                        self._passed = await unless_stopped(stop, self._check())
+                        if not self._passed:
+                            return BAD_CONFIGURATION
                 return await self._watch(stop, leading, losing)
         except OSError as error:
             logger.error("a program cannot be started: {}", error)
@@ -214,20 +222,23 @@ class Supervisor:
         )
         child.exited = asyncio.create_task(process.wait())
         self._children[program.name] = child
-        if self._serve(program.after):
+        if self._may_run(program):
             self._let_run(child)
             return
-        logger.info("{} starts once {} serves", program.name, " and ".join(program.after))
+        if program.after:
+            logger.info("{} starts once {} serves", program.name, " and ".join(program.after))
         waiting = asyncio.create_task(self._run_after(child))
         self._held.add(waiting)
         waiting.add_done_callback(self._held.discard)
 
-    def _serve(self, names: Sequence[str]) -> bool:
-        return all(name in self._children and self._children[name].ready.exists() for name in names)
+    def _may_run(self, program: Program) -> bool:
+        if program.leader and not self._passed:
+            return False
+        return all(name in self._children and self._children[name].ready.exists() for name in program.after)
 
     async def _run_after(self, child: _Child) -> None:
         """The leader's own waits have the deadline."""
-        while not self._serve(child.program.after):  # noqa: ASYNC110  # another process makes the file
+        while not self._may_run(child.program):  # noqa: ASYNC110  # another process makes the file
             await asyncio.sleep(READY_POLL_S)
         if child.process.returncode is None:
             self._let_run(child)

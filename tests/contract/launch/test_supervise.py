@@ -388,6 +388,47 @@ async def test_a_program_that_still_waits_for_another_ends_with_the_run(programs
     assert programs.pid("trainer") is None
 
 
+@pytest.mark.parametrize("passes", [True, False])
+async def test_leaders_start_once_the_check_has_passed_and_all_end_if_it_has_not(
+    programs: Programs, passes: bool
+) -> None:
+    programs.add("engine", DRAINS + SLEEP)
+    programs.add("dead", "sys.exit(2)" if not passes else SLEEP)  # of what the check finds, which is told
+    programs.add("leader", "", leader=True)
+
+    async def check() -> bool:
+        await programs.up("engine", "dead")
+        await asyncio.sleep(0.3)
+        assert programs.pid("leader") is None
+        return passes
+
+    supervisor = Supervisor(programs.listed, grace=Grace(failure_s=1.0), show=str, check=check)
+    async with asyncio.timeout(DEADLINE_S):
+        assert await supervisor.run(asyncio.Event()) == (0 if passes else 2)
+    assert programs.alive() == []
+    assert (programs.pid("leader") is not None) == passes
+
+
+async def test_a_check_that_goes_on_ends_with_the_run(programs: Programs) -> None:
+    programs.add("engine", SLEEP)
+    stop, cancelled = asyncio.Event(), asyncio.Event()
+
+    async def check() -> bool:
+        await programs.up("engine")
+        stop.set()
+        try:
+            await asyncio.sleep(3600.0)
+        finally:
+            cancelled.set()
+        return True
+
+    supervisor = Supervisor(programs.listed, grace=Grace(shutdown_s=5.0), show=str, check=check)
+    async with asyncio.timeout(DEADLINE_S):
+        assert await supervisor.run(stop) == 0
+    assert cancelled.is_set()
+    assert programs.alive() == []
+
+
 async def test_restart_may_have_arguments_besides(programs: Programs) -> None:
     programs.add("trainer", f"open(sys.argv[-1], 'w').write(str(os.getpid()))\n{SLEEP}", restarts=1)
     programs.add("leader", SLEEP, leader=True)

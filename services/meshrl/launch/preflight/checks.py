@@ -1,16 +1,18 @@
-"""All preflight checks, in the order in which their findings are shown; called by `rl` before it starts anything."""
+"""All preflight checks, in the order in which their findings are shown; called by `rl`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from loguru import logger
+
 from meshrl.core.config.report import indent
 from meshrl.launch.preflight.engines import check_engines, check_vllm
 from meshrl.launch.preflight.findings import Check, Finding, Plan
 from meshrl.launch.preflight.machine import check_gpus, check_open_files, check_ports, check_wandb
 from meshrl.launch.preflight.models import check_models
-from meshrl.launch.preflight.plugins import check_plugins
+from meshrl.launch.preflight.plugins import check_plugins, find_about_plugins
 from meshrl.launch.preflight.services import check_environments_elsewhere, check_hub, check_running_services
 from meshrl.launch.preflight.storage import check_disk, check_resume_step, check_versions
 
@@ -36,6 +38,27 @@ def examine(plan: Plan, checks: Sequence[Check] = CHECKS) -> list[Finding]:
     """What all checks find, side by side; takes some seconds, most of them for the imports of environments."""
     with ThreadPoolExecutor(len(checks), thread_name_prefix="preflight") as pool:
         return [finding for found in pool.map(lambda check: list(check(plan)), checks) for finding in found]
+
+
+def show(findings: Sequence[Finding]) -> None:
+    for finding in findings:
+        logger.log("WARNING" if finding.severity == "warning" else "INFO", "{}", finding.text)
+
+
+class CheckBeside:
+    """The check of environments, which takes longest, made while the first programs start."""
+
+    def __init__(self, plan: Plan, findings: Sequence[Finding]) -> None:
+        """`findings` are those of all other checks."""
+        self._plan, self._findings = plan, findings
+        self.problems: str | None = None
+
+    async def __call__(self) -> bool:
+        found = await find_about_plugins(self._plan)
+        self.problems = refusal([*self._findings, *found])
+        if self.problems is None:
+            show(found)
+        return self.problems is None
 
 
 def refusal(findings: Sequence[Finding]) -> str | None:

@@ -6,10 +6,11 @@ or exit as it likes. A dry run also loads the tasks of every environment; before
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
-import subprocess
 import sys
+from asyncio.subprocess import PIPE
 from collections.abc import Iterator, Sequence
 
 from meshrl.core.config import ConfigError
@@ -25,33 +26,39 @@ Answer = tuple[Severity, str, Sequence[Sequence[str]]]
 """A finding, and the keys that it is about: the place of an environment's entry, and the key in the entry."""
 
 
-def check_plugins(plan: Plan) -> Iterator[Finding]:
-    for taskset in dict.fromkeys(entry.id for entry in plan.config.local_environments):
-        if taskset in NAMESAKES:
-            yield note(f"environment id {taskset!r} is {NAMESAKES[taskset]}")
+def check_plugins(plan: Plan) -> list[Finding]:
+    return asyncio.run(find_about_plugins(plan))
+
+
+async def find_about_plugins(plan: Plan) -> list[Finding]:
+    """Cancelled, it ends the process that imports."""
+    found = [
+        note(f"environment id {taskset!r} is {NAMESAKES[taskset]}")
+        for taskset in dict.fromkeys(entry.id for entry in plan.config.local_environments)
+        if taskset in NAMESAKES
+    ]
     questions = _questions(plan)
     if not any(questions.values()):
-        return
+        return found
     deadline_s = LOAD_DEADLINE_S if plan.config.dry_run else IMPORT_DEADLINE_S
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", __name__,
+        stdin=PIPE, stdout=PIPE, stderr=PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", __name__],
-            input=json.dumps(questions),
-            capture_output=True,
-            text=True,
-            timeout=deadline_s,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        yield warning(f"environments are not checked: to load them took longer than {deadline_s:g} s")
-        return
+        async with asyncio.timeout(deadline_s):
+            said, complaints = await process.communicate(json.dumps(questions).encode())
+    except TimeoutError:
+        return [*found, warning(f"environments are not checked: to load them took longer than {deadline_s:g} s")]
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
     try:
-        answers = json.loads(done.stdout)
+        answers = json.loads(said)
     except ValueError:  # a module ended the process
-        said = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-        yield error(f"environments cannot be imported: {said[0]}")
-        return
+        last = complaints.decode(errors="replace").strip().splitlines()[-1:] or [f"exit code {process.returncode}"]
+        return [*found, error(f"environments cannot be imported: {last[0]}")]
     for severity, text, keys in answers:
         hosted = plan.config.local_environments
         places = [(*plan.config.place_of(hosted[int(place)].resolved_name), *key) for place, *key in keys]
@@ -60,7 +67,8 @@ def check_plugins(plan: Plan) -> Iterator[Finding]:
             ".".join(path) + ("" if origin is None else f" from {origin}")
             for path, origin in zip(places, origins, strict=True)
         )
-        yield Finding(severity=severity, text=f"{text} ({', '.join(named)})" if places else text)
+        found.append(Finding(severity=severity, text=f"{text} ({', '.join(named)})" if places else text))
+    return found
 
 
 def _questions(plan: Plan) -> dict[str, object]:

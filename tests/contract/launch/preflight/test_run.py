@@ -12,14 +12,17 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from meshrl.launch import main as launched
 from meshrl.launch.compose import with_values
 from meshrl.launch.main import main
 from meshrl.launch.preflight import engines, machine, models, plugins, services, storage
 from meshrl.launch.preflight.checks import examine
 from meshrl.launch.preflight.findings import Finding, Plan, note
+from meshrl.launch.supervise import Program
 from preflight_plan import found, plan
 
 NUM_PARAMS = 1000
@@ -83,6 +86,31 @@ def test_a_run_that_can_start_is_said_to_be_valid_with_what_else_there_is_to_kno
         " set WANDB_API_KEY, or set wandb.offline\n"
         f"dry run: the configuration is valid; resolved files are in {out / 'configs'}\n"
     )
+
+
+def test_a_bad_environment_ends_rl_with_its_sentence_alone_though_programs_have_started(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, pids = tmp_path / "out", tmp_path / "pids"
+    pids.touch()
+    code = f"import os, time; open({str(pids)!r}, 'a').write(f'{{os.getpid()}}\\n'); time.sleep(600)"
+    real = launched.programs
+
+    def sleepers(*given: Any) -> list[Program]:
+        return [replace(program, command=[sys.executable, "-c", code]) for program in real(*given)]
+
+    monkeypatch.setattr(launched, "programs", sleepers)
+    wrong = ("--orchestrator.train.env.0.args.nonsense", "1")
+    assert rl(monkeypatch, "--output-dir", str(out), "--model.name", str(model), *wrong) == 2
+    shown = capsys.readouterr()
+    (sentence,) = shown.err.splitlines()
+    assert sentence.startswith("rl: environment 'reverse_text': its args do not fit 'reverse_text': args.nonsense: ")
+    assert sentence.endswith("(orchestrator.train.env.0.args.nonsense from --orchestrator.train.env.0.args.nonsense)")
+    assert "started inference" in shown.out
+    assert "started orchestrator" not in shown.out
+    started = [int(pid) for pid in pids.read_text().split()]
+    assert not [pid for pid in started if Path(f"/proc/{pid}").exists()]
+    assert not out.exists()
 
 
 @pytest.mark.parametrize(

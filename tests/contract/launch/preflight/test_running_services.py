@@ -155,7 +155,7 @@ def test_our_own_taskset_without_options_needs_no_look(monkeypatch: pytest.Monke
     def unexpected(*arguments: Any, **options: Any) -> None:
         raise AssertionError("a process was started")
 
-    monkeypatch.setattr("subprocess.run", unexpected)
+    monkeypatch.setattr("asyncio.create_subprocess_exec", unexpected)
     assert found(plugins.check_plugins, plan()) == []
 
 
