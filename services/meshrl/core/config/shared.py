@@ -38,30 +38,30 @@ class ServerConfig(BaseConfig):
 
 
 class TlsConfig(BaseConfig):
-    """Credentials of a program and its peers; a path that is None is not used. See SECURITY.md."""
+    """Credentials of a program and its peers, see SECURITY.md. A path that is None is not used."""
 
     folder: Path | None = None
-    """Folder with ca.pem, cert.pem, key.pem, token and trust.sqlite, or some of them, as `meshrl join` fills it. The
-    other keys come first. MESHRL_TLS_FOLDER, _CA, _CERT, _KEY, _TOKEN and _TRUST are the defaults."""
+    """Folder with some of ca.pem, cert.pem, key.pem, token and trust.sqlite, as `meshrl join` fills it. The other keys
+    come first. MESHRL_TLS_FOLDER, _CA, _CERT, _KEY, _TOKEN and _TRUST are the defaults."""
 
     ca: Path | None = None
-    """Certificates of the authority that signs for peers, in PEM. Clients then use TLS; a server that has a certificate
-    asks callers for theirs."""
+    """Certificates of the peers' authority, in PEM. Clients then use TLS; a server with a certificate asks callers for
+    theirs."""
 
     cert: Path | None = None
-    """This program's certificate and those that lead to the authority, in PEM."""
+    """This program's chain of certificates, in PEM."""
 
     key: Path | None = None
-    """Private key of the certificate, in PEM."""
+    """Its private key, in PEM."""
 
     token: Path | None = None
-    """File with the token that is shown to servers, where they know callers by tokens."""
+    """File with the token for servers that know callers by tokens."""
 
     trust: Path | None = None
-    """File with the hashes of the run's tokens and the revoked members (trust.sqlite), for servers."""
+    """For servers: file with the hashes of tokens and the revoked members (trust.sqlite)."""
 
     names: Literal["roles", "hosts"] = "roles"
-    """Name that a server's certificate must have: its role (ROLE.meshrl), on any host, or its host."""
+    """Name in a server's certificate: its role (ROLE.meshrl), on any host, or its host."""
 
     def files(self) -> CredentialFiles:
         found = CredentialFiles() if self.folder is None else CredentialFiles.of_folder(self.folder)
@@ -70,10 +70,10 @@ class TlsConfig(BaseConfig):
 
 
 ALL_EXPERTS = "all"
-"""In model.lora.target_parameters: the experts of every layer where they can be adapted, and none in a dense model."""
+"""In model.lora.target_parameters: the experts of every layer where they can be adapted."""
 
 EXPERT_RANK_STEP = 8
-"""Adapters of experts have ranks of a multiple of it: grouped products on a GPU want rows of a multiple of 16 bytes."""
+"""Ranks of experts' adapters are its multiples: grouped products on a GPU want rows of a multiple of 16 bytes."""
 
 
 class ModelConfig(BaseConfig):
@@ -83,8 +83,7 @@ class ModelConfig(BaseConfig):
     """Folder with a Hugging Face model, or its name on the Hugging Face hub."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Numbers to compute in; auto is float32 on a CPU, else the checkpoint's own, or bfloat16 for a float32 one. In
-    float16 nothing is trained."""
+    """Numbers to compute in. auto is float32 on a CPU, else the checkpoint's own, or bfloat16 for a float32 one."""
 
     device: str = "auto"
     """Torch device; auto takes a GPU if the machine has one."""
@@ -100,32 +99,31 @@ class LogConfig(BaseConfig):
     """What a program logs, and how."""
 
     level: LogLevel = "info"
-    """Least severe level that is logged; the environment variable PRIME_LOG_LEVEL is its default."""
+    """Least severe level that is logged; PRIME_LOG_LEVEL is its default."""
 
     json_logging: bool = False
     """Write log lines as JSON objects."""
 
     traces_max_mib: int | None = Field(default=16, ge=1)
-    """Most MiB of spans that each program keeps below traces/, half of them in PROGRAM.1.jsonl.zst; older ones are
-    deleted. None keeps all, some 0.5 kB a rollout."""
+    """Most MiB of spans that each program keeps below traces/, half of them in PROGRAM.1.jsonl.zst. None keeps all,
+    some 0.5 kB a rollout."""
 
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
-    """Port at which each program serves metrics to Prometheus, at /metrics. 0 takes a free port, which
-    metrics_targets/PROGRAM.json names. None serves none."""
+    """Port of each program's /metrics for Prometheus. 0 takes a free one, see metrics_targets/PROGRAM.json. None
+    serves none."""
 
     metrics_host: str = "127.0.0.1"
-    """Address to serve them at. Anyone who reaches it can read them."""
+    """Their address; anyone who reaches it can read them."""
 
     tensorboard: bool = False
-    """Also write records for TensorBoard, below tensorboard/ in output_dir. Needs `pip install 'meshrl[tensorboard]'`;
-    look with `tensorboard --logdir OUTPUT_DIR/tensorboard`."""
+    """Also write records for TensorBoard, to OUTPUT_DIR/tensorboard. Needs `pip install 'meshrl[tensorboard]'`."""
 
     trackio: bool = False
-    """Also keep records in a Trackio database, below trackio/ in output_dir, or in TRACKIO_DIR if that is set. Needs
-    `pip install 'meshrl[trackio]'`; look with `TRACKIO_DIR=OUTPUT_DIR/trackio trackio show`."""
+    """Also keep records in a Trackio database, in TRACKIO_DIR or OUTPUT_DIR/trackio. Needs
+    `pip install 'meshrl[trackio]'`; `TRACKIO_DIR=OUTPUT_DIR/trackio trackio show` shows them."""
 
     device_hour_price: float | None = Field(default=None, ge=0.0)
-    """Price of one GPU for an hour, in your currency: the end of a run and `meshrl report` add what it cost."""
+    """Price of a GPU hour, in your currency, for the cost in `meshrl report` and at the end of a run."""
 
     @model_validator(mode="before")
     @classmethod
@@ -139,20 +137,20 @@ class LogConfig(BaseConfig):
 
 
 FEW_SAMPLES = 8
-"""Samples in a table whose share is not given."""
+"""Rows of a table without sample_ratio."""
 
 
 class LogExtrasConfig(BaseConfig):
     """Sample tables and distributions, beside the metrics."""
 
     samples: bool = True
-    """Log tables of prompts and completions with rewards and advantages."""
+    """Tables of prompts and completions with rewards and advantages."""
 
     distributions: bool = True
-    """Log distributions of rewards, advantages and entropies; of sft, of the losses and entropies of tokens."""
+    """Distributions of rewards, advantages and entropies; in sft of the losses and entropies of tokens."""
 
     interval: int = Field(default=10, ge=1)
-    """Log them every so many steps."""
+    """Steps from one to the next."""
 
     sample_ratio: float | None = Field(default=None, gt=0.0, le=1.0)
     """Share of a step's rollouts in the table. None takes a few."""
@@ -184,13 +182,13 @@ class WandbConfig(BaseConfig):
 
 
 class PrimeMonitorConfig(BaseConfig):
-    """The Prime Intellect platform: shows the run's metrics, samples and distributions on its dashboard."""
+    """The Prime Intellect platform, whose dashboard shows metrics, samples and distributions."""
 
     run_name: str | None = None
     """Name of the run there. None takes that of wandb, or lets the platform make one up."""
 
     api_key_var: str = "PRIME_API_KEY"
-    """Environment variable with the key; where it is not set, the one that `prime login` has stored."""
+    """Environment variable with the key; without it, the key of `prime login`."""
 
     team_id: str | None = None
     """Team that the run belongs to."""
@@ -203,8 +201,7 @@ class PrimeMonitorConfig(BaseConfig):
 
 
 def log_extras_of(shown: WandbConfig | PrimeMonitorConfig | None, log: LogConfig) -> LogExtrasConfig | None:
-    """Samples and distributions that a run logs: by W&B's or the platform's section, else the defaults for TensorBoard
-    and Trackio. None for none."""
+    """By W&B's or the platform's section, else the defaults for TensorBoard and Trackio."""
     if shown is not None:
         return shown.log_extras
     return LogExtrasConfig() if log.tensorboard or log.trackio else None
@@ -214,13 +211,13 @@ GROUP_SIZE_SPELLINGS = AliasChoices("group_size", "rollouts_per_example")
 
 
 class SamplingConfig(BaseConfig):
-    """How to sample tokens; a value left at None takes the next default (the environment's, then the engine's)."""
+    """How to sample tokens. None takes the environment's value, then the engine's."""
 
     temperature: float | None = Field(default=None, ge=0.0)
-    """Logits are divided by this before sampling. 0 is greedy."""
+    """Divides the logits. 0 is greedy."""
 
     top_p: float | None = Field(default=None, gt=0.0, le=1.0)
-    """Sample from the smallest set of tokens that holds this probability."""
+    """Sample from the smallest set of tokens with this probability."""
 
     top_k: int | None = Field(default=None, ge=-1)
     """Sample from this many likeliest tokens; 0 and -1 mean all."""
@@ -232,18 +229,17 @@ class SamplingConfig(BaseConfig):
     """Most tokens of one completion."""
 
     seed: int | None = None
-    """Seed of sampling. None draws one."""
+    """None draws one."""
 
     def to_wire(self) -> Sampling:
         return Sampling(**dict(self))
 
 
 class StageDeadlinesConfig(BaseConfig):
-    """Limits in seconds for a rollout of one environment. A slower one fails with its stage in the error. None sets no
-    limit but the request's own."""
+    """Limits in seconds for a rollout of one environment; its error names the stage. None leaves the request's own."""
 
     setup_s: float | None = Field(default=None, gt=0.0)
-    """From the rollout's start to its first model call: runtime, set-up of task and harness, tool servers."""
+    """Until its first model call: runtime, set-up of task and harness, tool servers."""
 
     turn_s: float | None = Field(default=None, gt=0.0)
     """One model call, or the harness's work between two of them, such as a tool call."""
@@ -255,16 +251,16 @@ class StageDeadlinesConfig(BaseConfig):
     """The whole rollout."""
 
     blocked_s: float = Field(default=30.0, gt=0.0)
-    """How long the environment's code may block the event loop of a worker of its own before that worker is replaced.
-    For shared workers see rollout.blocked_s."""
+    """How long the environment's code may block a worker of its own before that is replaced. For shared workers see
+    rollout.blocked_s."""
 
 
 class EnvConfig(BaseConfig):
     """One environment: a taskset, its options and its share of the tasks."""
 
     id: str = Field(min_length=1)
-    """Taskset: a name that verifiers knows or a Python module. A resumed run draws an infinite one again up to where it
-    stood, unless the taskset has a method task_at(index)."""
+    """Taskset: a name that verifiers knows or a Python module. A resumed run draws an infinite one again up to its
+    place, unless it has a method task_at(index)."""
 
     name: str | None = Field(default=None, min_length=1)
     """Name in metrics and requests. None means the id."""
@@ -276,28 +272,28 @@ class EnvConfig(BaseConfig):
     """Share of tasks drawn from this environment, relative to the others'."""
 
     sampling: SamplingConfig = SamplingConfig()
-    """Sampling in this environment; a value left at None takes the program's."""
+    """Sampling in this environment. None takes the program's value."""
 
     workers: int | None = Field(default=None, ge=1)
-    """Worker processes of the rollout program that play this environment alone. None uses the shared ones."""
+    """Worker processes for this environment alone. None uses the shared ones."""
 
     isolated: bool = False
-    """Play it in workers of its own: `workers`, by default one. An environment that ends or blocks a shared worker gets
-    one automatically."""
+    """Play it in workers of its own: `workers`, by default one. One that ends or blocks a shared worker gets its own
+    anyway."""
 
     max_memory_mib: int | None = Field(default=None, ge=64)
-    """Most MiB that its worker, then one of its own, may take beyond its use after loading; a worker above it is
-    replaced. None takes rollout.max_memory_mib."""
+    """Most MiB that its worker, then one of its own, may take beyond its use after loading before it is replaced. None
+    takes rollout.max_memory_mib."""
 
     deadlines: StageDeadlinesConfig = StageDeadlinesConfig()
     """Seconds that a rollout may take, as a whole and in each stage."""
 
     part: Literal["train", "eval"] = "train"
-    """Folder of its logs, logs/envs/train or logs/envs/eval; rl sets it to where the environment is listed."""
+    """Folder of its logs, below logs/envs; rl sets it to where the environment is listed."""
 
     seq_len: int | None = Field(default=None, ge=2)
-    """Longest sequence of this environment in tokens, at most the program's own seq_len, which None takes. A model call
-    may use what its prompt leaves free, and training cuts longer sequences."""
+    """Longest sequence in tokens, at most the program's own seq_len, which None takes. A model call may use what its
+    prompt leaves free, and training cuts longer ones."""
 
     @property
     def resolved_name(self) -> str:
@@ -305,7 +301,7 @@ class EnvConfig(BaseConfig):
 
 
 def refuse_repeated_names(envs: Sequence[EnvConfig], keys: str, remedy: str) -> None:
-    """Raises ValueError if two environments of `keys` have one name; `remedy` ends its sentence."""
+    """Raises ValueError, whose sentence `remedy` ends."""
     names = [env.resolved_name for env in envs]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"{keys} must have distinct names, got {', '.join(repeated)} more than once; {remedy}")
@@ -315,63 +311,62 @@ class WeightBroadcastConfig(BaseConfig):
     """How weight versions travel from the trainer to engines."""
 
     type: Literal["auto", "filesystem", "nccl", "stream"] = "auto"
-    """filesystem: by files that both sides see. nccl: broadcast from the trainer's devices to the engines'. stream: in
-    chunks over gRPC. auto: the best for the engines at the hub when the trainer starts."""
+    """filesystem: files that both sides see. nccl: broadcast from device to device. stream: chunks over gRPC. auto: the
+    best for the engines at the hub when the trainer starts."""
 
     address: Address = "127.0.0.1:50053"
     """Address of the weight hub."""
 
     chunk_bytes: int = Field(default=2 * 2**20, ge=4096, le=32 * 2**20)
-    """Size of one chunk in bytes; at most the hub's limit."""
+    """At most the hub's limit."""
 
     broadcast_dir: str | None = None
-    """filesystem: folder for the files of versions. None: in /dev/shm if hub and engines are on this host and three
-    versions fit, else output_dir/broadcasts."""
+    """filesystem: folder for versions. None: /dev/shm if hub and engines are on this host and three versions fit, else
+    output_dir/broadcasts."""
 
     bucket_mib: int = Field(default=256, ge=1, le=4096)
-    """nccl: tensors are broadcast in buckets of about this many MiB; an engine holds two of them."""
+    """nccl: MiB of a bucket of tensors; an engine holds two."""
 
     transfer_deadline_s: float = Field(default=60.0, gt=0.0)
-    """nccl: seconds without progress after which a broadcast is abandoned. Engines without the version then fetch
-    it, or get the next one."""
+    """nccl: seconds without progress after which a broadcast is abandoned. Engines then fetch the version or get the
+    next."""
 
     host: str = Field(default="127.0.0.1", min_length=1)
-    """nccl: address at which engines reach the trainer, on the network between their hosts, and the only one at
-    which it listens for them."""
+    """nccl: the one address at which the trainer listens for engines, on the network between their hosts."""
 
     deltas: Literal["auto", "off"] = "auto"
     """auto publishes the changes since the previous version if they have less than half of the full version's bytes,
-    with nccl also only if the link is slower than the work on them. off publishes every version in full."""
+    with nccl only over a link slower than the work on them. off publishes every version in full."""
 
     anchor_every: int = Field(default=32, ge=1)
-    """After so many deltas a version goes in full. Engines that join fetch that and one delta (stream, filesystem)."""
+    """After so many deltas a version goes in full. Joining engines fetch that and one delta (stream, filesystem)."""
 
     relays: list[Address] = Field(default_factory=list)
-    """stream: relays of this site (`weights --upstream`), host:port. An engine fetches from the fastest one that
-    answers, before it asks the hub."""
+    """stream: relays of this site (`weights --upstream`). An engine fetches from the fastest that answers, before the
+    hub."""
 
     connections: int = Field(default=48, ge=1, le=128)
-    """stream: most connections over which an engine fetches a version, and over which a trainer sends one to a far hub;
-    fewer where more bring nothing."""
+    """stream: most connections over which an engine fetches, or a trainer sends to a far hub; fewer where more bring
+    nothing."""
 
     max_mbps: float = Field(default=0.0, ge=0.0)
-    """stream: most megabits per second that an engine fetches, or a trainer sends, on average. 0 is no limit."""
+    """stream: most megabits per second, on average, of an engine or trainer. 0 is no limit."""
 
     stall_s: float = Field(default=120.0, gt=0.0)
-    """stream: seconds without a byte after which a fetch or an upload is abandoned; until then it survives breaks of
-    the link."""
+    """stream: seconds without a byte after which a fetch or upload is abandoned; shorter breaks of the link do no
+    harm."""
 
     lora_adapter_only: bool = True
-    """With model.lora, publish the adapter alone; False publishes whole weights with the adapter merged."""
+    """With model.lora, publish the adapter alone instead of merged weights."""
 
     probe_tokens: int = Field(default=64, ge=0, le=1024)
-    """Tokens of a fixed prompt that the trainer scores with each version, and each engine once it serves it, which
-    shows that it computes with the version; 0: none."""
+    """Tokens of a fixed prompt that the trainer and each engine score with each version, which shows that the engine
+    computes with it. 0: none."""
 
     max_probe_error: Annotated[float, Field(gt=0.0)] | Literal["auto"] = "auto"
-    """Mean distance of an engine's logprobs of the probe from the trainer's, in nats, above which it refuses the
-    version and loads it anew. auto: 8 times the largest of its first 8 versions, at least 0.05; before the fourth
-    version half of the spread of the probe's logprobs."""
+    """Mean distance of an engine's logprobs of the probe from the trainer's, in nats, above which it loads the version
+    anew. auto: 8 times the largest of its first 8 versions, at least 0.05; before the fourth half of the spread of
+    the probe's logprobs."""
 
     @model_validator(mode="after")
     def _folder_only_for_files(self) -> Self:
@@ -394,7 +389,7 @@ def _without_repeats(addresses: list[str]) -> list[str]:
 
 
 LOCAL = "local"
-"""Stands in a list of rollout services for the one that rl starts beside the others."""
+"""In a list of rollout services: the one that rl starts."""
 
 Address = Annotated[str, AfterValidator(checked_address)]
 """host:port of a server."""
@@ -404,7 +399,7 @@ _Listed = Annotated[str, AfterValidator(lambda address: address if address == LO
 Addresses = Annotated[
     list[_Listed], Field(min_length=1), BeforeValidator(_one_or_more), AfterValidator(_without_repeats)
 ]
-"""host:port of one or more servers that offer the same service; one may be given as text."""
+"""One or more servers of the same service; one may be given as text."""
 
 AddressesOrNone = Annotated[list[_Listed], BeforeValidator(_one_or_more), AfterValidator(_without_repeats)]
 """The same, or an empty list."""
@@ -414,8 +409,8 @@ class ServicesConfig(BaseConfig):
     """Addresses of the three services."""
 
     rollout: AddressesOrNone = Field(default=["127.0.0.1:50051"])
-    """RolloutService, one address or a list; an environment may be at some of them only. May be empty where workers
-    dial in (`exchange`)."""
+    """RolloutService, one or several; an environment may be at some of them only. Empty where workers dial in
+    (`exchange`)."""
 
     trainer: Address = "127.0.0.1:50052"
     """TrainerService."""

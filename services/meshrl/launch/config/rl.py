@@ -36,9 +36,8 @@ class RLConfig(BaseConfig):
     """Trains a model by reinforcement learning: starts rollout, trainer, weights, inference and orchestrator.
 
     Shared keys at the top are handed down to the components. Within one file, or on the command line, a component's own
-    key wins over the shared one; between them the usual order holds, so --max-steps beats max_steps of any file. The
-    addresses of programs that rl starts, and ports that are not given, are chosen by rl. A service in
-    orchestrator.services runs already and is not started.
+    key wins over the shared one; between them the usual order holds, so --max-steps beats max_steps of any file. rl
+    chooses the addresses of programs that it starts.
     """
 
     everyday_keys: ClassVar[Mapping[str, Sequence[str]]] = {
@@ -65,8 +64,8 @@ class RLConfig(BaseConfig):
     """Folder of the run; the same for every program."""
 
     readable_by: Annotated[ReadableBy, HandedTo(every_component("readable_by"))] = "owner"
-    """Who may read what the run writes, for every program: its own user alone, its files' group too, or everyone on the
-    machine. Credentials stay for the owner."""
+    """Who may read what the run writes: its own user alone, its files' group too, or everyone. Credentials stay for the
+    owner."""
 
     model: Annotated[ModelConfig | None, HandedTo(("trainer.model", "inference.model", "rollout.model"))] = None
     """The model, for trainer, inference and rollout."""
@@ -77,7 +76,7 @@ class RLConfig(BaseConfig):
             ("trainer.seq_len", "orchestrator.seq_len", "rollout.seq_len", "inference.max_model_len", "runs.*.seq_len")
         ),
     ] = Field(default=None, ge=2)
-    """Longest sequence in tokens, for trainer, orchestrator, `runs`, rollout and (as max_model_len) inference."""
+    """Longest sequence in tokens, for every program; for inference as max_model_len."""
 
     show_rows: Annotated[int | None, HandedTo(("rollout.show_rows",))] = Field(default=None, ge=0, le=64)
     """First prompts that each worker of rollout logs, for rollout."""
@@ -88,8 +87,8 @@ class RLConfig(BaseConfig):
     """Training steps, for trainer, orchestrator and each of `runs`."""
 
     algorithm: AlgorithmName | None = None
-    """Advantage and loss of an algorithm (see meshrl.launch.config.presets), for orchestrator and trainer; in the same
-    file or on the same command line their own keys win. None leaves both to those."""
+    """Advantage and loss of an algorithm (see meshrl.launch.config.presets), for orchestrator and trainer. None leaves
+    both to their own keys."""
 
     max_async_level: Annotated[int | None, HandedTo(("orchestrator.max_async_level", "runs.*.max_async_level"))] = (
         Field(default=None, ge=0)
@@ -108,7 +107,7 @@ class RLConfig(BaseConfig):
     """Logging, for every program and rl itself."""
 
     tls: Annotated[TlsConfig, HandedTo(every_component("tls"))] = TlsConfig()
-    """Certificates and tokens, for every program; on one host rl makes tokens by default."""
+    """Certificates and tokens, for every program; by default rl makes them."""
 
     wandb: Annotated[WandbConfig | None, HandedTo(("orchestrator.wandb", "runs.*.wandb"), even_none=True)] = None
     """Weights & Biases: one run for all programs, and one for each of `runs`. None means off."""
@@ -125,14 +124,13 @@ class RLConfig(BaseConfig):
     """Measure throughput over a few steps, by the orchestrator."""
 
     clean_output_dir: bool = False
-    """Empty output_dir before the start; refused for a folder that does not look like a run."""
+    """Empty output_dir before the start, if it looks like a run's."""
 
     dry_run: bool = False
     """Check everything, write the resolved configurations to output_dir/configs and end."""
 
     preflight: bool = True
-    """First check model, checkpoint, environments, ports, disk and more, and list everything that is missing; takes
-    some seconds."""
+    """Check model, checkpoint, environments, ports, disk and more, and list everything that is missing."""
 
     deployment: Annotated[
         RunDeploymentConfig, HandedTo(("trainer.deployment.num_train_gpus",), key="num_train_gpus")
@@ -143,35 +141,35 @@ class RLConfig(BaseConfig):
     """Submit the run as a SLURM job. None starts it here."""
 
     trainer_gpu_ids: list[int] | None = Field(default=None, min_length=1)
-    """GPUs of the trainer, as places among the visible ones, with a training process each. None takes those that
-    inference leaves."""
+    """GPUs of the trainer, as places among the visible ones, each with a process. None takes those that inference
+    leaves."""
 
     inference_gpu_ids: list[int] | None = None
-    """GPUs of inference, as places among the visible ones, divided among the engines. On a GPU shared with the trainer
-    the engine takes half of the memory, or gpu_memory_utilization."""
+    """GPUs of inference, divided among the engines. On a GPU shared with the trainer the engine takes half of the
+    memory, or gpu_memory_utilization."""
 
     num_engines: int | None = Field(default=None, ge=1)
-    """Inference programs to start, each with an engine of its own. None: as many as the GPUs of inference hold, at
-    tensor_parallel_size times data_parallel_size each."""
+    """Inference programs to start. None: as many as the GPUs of inference hold, at tensor_parallel_size times
+    data_parallel_size each."""
 
     restarts: int = Field(default=0, ge=0)
-    """How often each program is restarted when it dies. One death more ends the run, and so does the third in a row
-    before the program served. A trainer continues from its last checkpoint, so ckpt.interval is required."""
+    """How often each program is restarted when it dies; a third death in a row before it served ends the run. A trainer
+    continues from its last checkpoint, so ckpt.interval is required."""
 
     trainer_restarts: int | None = Field(default=None, ge=0)
-    """The same for the trainer alone. None is as many as `restarts`."""
+    """The same for the trainer. None takes `restarts`."""
 
     orchestrator_restarts: int | None = Field(default=None, ge=0)
-    """The same for the orchestrator, which needs no checkpoint. None is as many as `restarts`."""
+    """The same for the orchestrator, which needs no checkpoint. None takes `restarts`."""
 
     engine_restarts: int = Field(default=0, ge=0)
-    """The same for inference programs alone; the larger number counts."""
+    """The same for inference programs; the larger number counts."""
 
     shutdown_grace_s: float = Field(default=60.0, gt=0.0)
-    """Once the run is over or interrupted, how long the programs may take to drain before they are killed."""
+    """How long programs may drain at the end before they are killed."""
 
     failure_grace_s: float = Field(default=4.0, gt=0.0, le=8.0)
-    """Once a program has died, how long the others may take to end before they are killed."""
+    """How long they may take once one of them has died."""
 
     trainer: TrainerConfig = TrainerConfig()
     """The trainer."""
@@ -182,52 +180,52 @@ class RLConfig(BaseConfig):
         HandedTo(("rollout.client",), key="client"),
         HandedTo(("rollout.vf_level",), key="log.vf_level"),
     ] = OrchestratorSection()
-    """The orchestrator of the trainer's own run. Without an environment to train on there is none, only the runs in
-    `runs` and those that join the mesh."""
+    """The orchestrator of the trainer's own run. Without an environment to train on there are only `runs` and those
+    that join the mesh."""
 
     mesh: Path | None = None
-    """Folder of a running mesh: start nothing but the orchestrator of one more run there, run_id. The trainer's section
-    then gives its adapter, optimizer, schedule and loss. A file may also hold the orchestrator's keys alone."""
+    """Folder of a running mesh: start only the orchestrator of one more run there, run_id. The trainer's section gives
+    its adapter, optimizer, schedule and loss. A file may also hold the orchestrator's keys alone."""
 
     runs: list[RunSection] = Field(default_factory=list)
-    """Runs that train adapters of their own, each by an orchestrator of its own: its keys, with run_id and [runs.run].
-    The trainer needs model.lora."""
+    """Runs that train adapters of their own: the keys of their orchestrators, with run_id and [runs.run]. The trainer
+    needs model.lora."""
 
     inference: InferenceConfig | None = None
-    """The inference engine to start. None starts none. Engines in orchestrator.client.base_url run already and are used
-    too. With neither, one is expected at http://127.0.0.1:8000."""
+    """The inference engine to start. Engines in orchestrator.client.base_url run already and are used too. With
+    neither, one is expected at http://127.0.0.1:8000."""
 
     rollout: RolloutSection
-    """The rollout program; its environments are those of the orchestrator unless rollout.env lists them."""
+    """The rollout program, with the environments of the orchestrator unless rollout.env lists some."""
 
     weights: Annotated[WeightsSection, HandedTo(("trainer.weight_broadcast.type",), key="transport")] = WeightsSection()
     """The weight hub."""
 
     @property
     def local_environments(self) -> list[EnvConfig]:
-        """The environments of the rollout program, if that is started."""
+        """Of the rollout program, if that is started."""
         elsewhere = self.orchestrator.environments_elsewhere
         hosted = self.rollout.env if self.starts("rollout") else []
         return [entry for entry in hosted if entry.resolved_name not in elsewhere]
 
     def starts(self, program: str) -> bool:
-        """Whether one of COMPONENTS is started, rather than off or running already."""
+        """Whether it is neither off nor running already."""
         return getattr(self, program) is not None and program not in self.orchestrator.services.replaced()
 
     @property
     def feeds_own_run(self) -> bool:
-        """Whether an orchestrator feeds the trainer's own run."""
+
         return bool(self.orchestrator.train.env) or not self.takes_runs
 
     @property
     def orchestrators(self) -> dict[str, OrchestratorConfig]:
-        """Each orchestrator that is started, by its key."""
+        """Those that are started, by key."""
         own = {"orchestrator": self.orchestrator} if self.feeds_own_run else {}
         return own | {f"runs.{place}": run for place, run in enumerate(self.runs)}
 
     @property
     def takes_runs(self) -> bool:
-        """Whether runs can be added to the trainer."""
+
         return bool(self.runs) or self.trainer.max_concurrent_runs > 1
 
     def _orchestrated(self) -> Iterator[tuple[tuple[str, ...], EnvConfig]]:
@@ -243,7 +241,7 @@ class RLConfig(BaseConfig):
                     yield (*section, part, "env", str(place)), entry
 
     def place_of(self, environment: str) -> tuple[str, ...]:
-        """The path of an environment's entry, for error messages."""
+        """The path of its entry, for error messages."""
         hosted = ((("rollout", "env", str(place)), entry) for place, entry in enumerate(self.rollout.env))
         return next(place for place, entry in (*self._orchestrated(), *hosted) if entry.resolved_name == environment)
 
@@ -256,12 +254,12 @@ class RLConfig(BaseConfig):
 
     @property
     def running_engines(self) -> tuple[str, ...]:
-        """Base URLs of engines that run already: the given ones, else the usual one if none is started."""
+        """Base URLs: the given ones, else the usual one if none is started."""
         return tuple(url.rstrip("/").removesuffix("/v1") for url in self.rollout.client.base_url)
 
     @property
     def gpu_demand(self) -> GpuDemand:
-        """The GPUs of all engines, and of the trainer unless a running one is used."""
+
         given, engines = self._given_gpus(), 0
         if self.inference is not None:
             engines = self.engine_count * self.inference.gpus_per_engine() if given is None else given
@@ -275,8 +273,7 @@ class RLConfig(BaseConfig):
         )
 
     def makes_credentials(self, environ: Mapping[str, str]) -> bool:
-        """Whether the run has credentials of its own: neither keys nor variables name others, or refuse them between
-        its nodes."""
+        """Whether neither keys nor variables name others, or refuse them between its nodes."""
         parts = [getattr(self, name) for name in COMPONENTS]
         named = any(part is not None and part.tls != TlsConfig() for part in (self, *parts))
         named = named or any(variable.startswith(PREFIX) and value for variable, value in environ.items())
@@ -284,7 +281,7 @@ class RLConfig(BaseConfig):
 
     @property
     def hub_is_open(self) -> bool:
-        """Whether programs that were started before the run's hub, and do not know its tokens, call it."""
+        """Whether programs call it that were started before and do not know its tokens."""
         given = self.orchestrator.services.given()
         return "weights" not in given and bool({"rollout", "trainer"} & set(given))
 

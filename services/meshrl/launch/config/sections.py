@@ -16,7 +16,7 @@ from meshrl.weights.config import WeightsConfig
 
 
 class OrchestratorLogConfig(LogConfig):
-    """Logging of the orchestrator, and of the verifiers package beside the environments."""
+    """Logging of the orchestrator, and of verifiers."""
 
     vf_level: LogLevel | None = None
     """Log level of the verifiers package; the same as rollout.vf_level."""
@@ -26,15 +26,14 @@ class RunningServicesConfig(BaseConfig):
     """Addresses of services that run already, which rl then uses and does not start."""
 
     rollout: AddressesOrNone | None = None
-    """host:port of a RolloutService that runs already, or a list of them. None starts the rollout program. `local` in
-    the list starts it beside the others, for the environments whose key `local` is true. [] starts none: workers dial
-    in (orchestrator.exchange)."""
+    """host:port of a RolloutService, or a list of them. None starts the rollout program. `local` in the list starts it
+    beside the others, for environments with `local = true`. [] starts none: workers dial in (orchestrator.exchange)."""
 
     trainer: Address | None = None
-    """host:port of a TrainerService that runs already. None starts the trainer."""
+    """host:port of a TrainerService. None starts the trainer."""
 
     weights: Address | None = None
-    """host:port of a weight hub that runs already. None starts the hub."""
+    """host:port of a weight hub. None starts the hub."""
 
     def given(self) -> dict[str, list[str]]:
         rollout = [address for address in self.rollout or () if address != LOCAL]
@@ -46,7 +45,7 @@ class RunningServicesConfig(BaseConfig):
         return (set(self.given()) | none) - ({"rollout"} if LOCAL in (self.rollout or ()) else set())
 
     def rollout_addresses(self, local: str) -> list[str]:
-        """All rollout services of the run; `local` is the address of the program that rl starts."""
+        """`local` is the address of the program that rl starts."""
         named = [LOCAL] if self.rollout is None else self.rollout
         return [local if address == LOCAL else address for address in named]
 
@@ -55,16 +54,16 @@ class OrchestratorSection(OrchestratorConfig):
     """The orchestrator, with keys of the rollout program at their older place."""
 
     services: RunningServicesConfig = RunningServicesConfig()  # type: ignore[assignment]  # rl knows the other addresses
-    """Services that run already. rl uses them, starts none in their place and leaves them running at the end."""
+    """Services that run already, and are left running at the end."""
 
     log: OrchestratorLogConfig = OrchestratorLogConfig()
     """Logging."""
 
     model: ModelConfig | None = None
-    """The policy that rollouts are sampled from; the same as rollout.model."""
+    """The same as rollout.model."""
 
     client: ClientConfig | None = None
-    """Inference engines that already run; the same as rollout.client."""
+    """Inference engines that run already; the same as rollout.client."""
 
     @property
     def environments_elsewhere(self) -> set[str]:
@@ -90,13 +89,13 @@ class OrchestratorSection(OrchestratorConfig):
 
 
 class RunSection(OrchestratorConfig):
-    """The orchestrator of a run that trains an adapter of its own in the mesh."""
+    """The orchestrator of a run with an adapter of its own."""
 
     run_id: str = Field(min_length=1, pattern=r"^[^/\\]+$")
-    """Name of the run and of its folder, run_NAME in output_dir."""
+    """Name of the run, whose folder is run_NAME in output_dir."""
 
     run: NewRunConfig = NewRunConfig()
-    """How the trainer makes it; what is left out is as in the trainer's section."""
+    """What differs from the trainer's section."""
 
     @model_validator(mode="after")
     def _in_the_mesh(self) -> Self:
@@ -107,7 +106,7 @@ class RunSection(OrchestratorConfig):
 
 
 class RolloutSection(RolloutConfig):
-    """The rollout program, whose environments follow from those of the orchestrator."""
+    """The rollout program, with the orchestrator's environments."""
 
     @model_validator(mode="after")
     def _environments(self) -> Self:
@@ -125,22 +124,22 @@ class RolloutSection(RolloutConfig):
 
 
 class WeightsSection(WeightsConfig):
-    """The weight hub, with a key of the trainer that is about weights as well."""
+    """The weight hub, with a key of the trainer."""
 
     transport: Literal["auto", "filesystem", "nccl", "stream"] | None = None
     """How versions travel; the same as trainer.weight_broadcast.type."""
 
 
 class RunDeploymentConfig(DeploymentConfig):
-    """How a run is spread over the GPUs of this machine, or over the nodes of a job."""
+    """The GPUs of a run, on this machine or the nodes of a job."""
 
     num_infer_gpus: int | None = Field(default=None, ge=1)
-    """GPUs for inference: the first visible ones; the trainer takes the next ones. None is as many as num_engines and
-    the sizes of an engine need. inference_gpu_ids and trainer_gpu_ids choose the GPUs themselves."""
+    """GPUs for inference: the first visible ones; the trainer takes the next. None is as many as the engines need.
+    inference_gpu_ids and trainer_gpu_ids choose them by place."""
 
     type: DeploymentType = "single_node"
-    """multi_node: the trainer on the first num_train_nodes nodes of a SLURM job, engines on the next num_infer_nodes,
-    the other programs on the first."""
+    """multi_node: in a SLURM job, the trainer on the first num_train_nodes nodes, engines on the next num_infer_nodes,
+    other programs on the first."""
 
     num_train_nodes: int = Field(default=1, ge=1)
     """multi_node: nodes of the trainer."""
@@ -149,15 +148,13 @@ class RunDeploymentConfig(DeploymentConfig):
     """multi_node: nodes of inference."""
 
     gpus_per_node: int = Field(default=8, ge=0)
-    """In a SLURM job: GPUs of each node, all of which multi_node uses; 0 for nodes without, which have one training
-    process or one engine each."""
+    """In a SLURM job: GPUs of each node, all used by multi_node; nodes without have one training process or engine."""
 
     nodes_per_fsdp_group: int | None = Field(default=None, ge=1)
-    """multi_node: nodes that hold one copy of the trainer's model; sets trainer.model.dp_replicate. None leaves that
-    key as it is."""
+    """multi_node: nodes that hold one copy of the trainer's model; sets trainer.model.dp_replicate."""
 
     insecure: bool = False
-    """multi_node: make no certificates. Anyone on the network of the nodes may then call the programs."""
+    """multi_node: make no certificates. Anyone on the nodes' network may then call the programs."""
 
     @property
     def nodes(self) -> int:
