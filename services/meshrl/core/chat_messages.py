@@ -1,8 +1,5 @@
-"""Brings the messages of a chat into the one shape that every chat template and renderer reads.
-
-Requests, training data and tasksets write the same message in several ways, of which a template drops those that it
-does not know.
-"""
+"""Brings the messages of a chat into the one shape that every chat template and renderer reads: templates drop what
+they do not know."""
 
 from __future__ import annotations
 
@@ -13,16 +10,15 @@ from typing import Any
 from meshrl.wire.values import JsonObject
 
 TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
-"""Types of text parts, of chat completions and of the responses API."""
+"""Of chat completions and of the responses API."""
 
 
 def normal_message(message: JsonObject) -> dict[str, Any]:
     """The message with its content as text and the arguments of its tool calls as objects.
 
     Text parts are joined without a separator; null becomes the empty text. `tool_calls` is left out without calls,
-    since templates test for the key. Arguments that are no JSON object stay as they are. `reasoning` and
-    `reasoning_content` are each given as the other too. Raises ValueError where role or content is missing or of a type
-    that no text model reads.
+    since templates test for the key. `reasoning` and `reasoning_content` are each given as the other too. Raises
+    ValueError where role or content is missing or of a type that no text model reads.
     """
     normal = dict(message)
     role = normal.get("role")
@@ -41,8 +37,7 @@ def normal_message(message: JsonObject) -> dict[str, Any]:
 
 
 def apply_chat_template(tokenizer: Any, messages: Sequence[JsonObject], **options: Any) -> Any:
-    """Templates that fail on arguments as objects, as DeepSeek-V3's, get them as JSON text. Raises what the template
-    raises."""
+    """Templates that fail on arguments as objects, as DeepSeek-V3's, get them as JSON text. Raises as the template."""
     try:
         return tokenizer.apply_chat_template(list(messages), **options)
     except Exception:  # a template is a program, which may raise anything

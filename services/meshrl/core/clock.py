@@ -1,4 +1,4 @@
-"""The time that a part reads and waits by, passed to its constructor; a test passes its own."""
+"""The time that a part reads and waits by; a test passes its own."""
 
 from __future__ import annotations
 
@@ -18,11 +18,8 @@ class Clock:
 
 
 class AwakeClock:
-    """A monotonic clock without the times in which nobody looked at it.
-
-    After a stop (SIGSTOP, a suspended machine) deadlines have as long to go as before, while the answers that wait are
-    read.
-    """
+    """A monotonic clock without the times in which nobody looked at it: after a stop (SIGSTOP, a suspended machine)
+    deadlines have as long to go as before."""
 
     def __init__(
         self, monotonic: Callable[[], float] = time.monotonic, *, stopped: Callable[[float], object] | None = None

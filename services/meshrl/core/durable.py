@@ -1,7 +1,5 @@
-"""Writes files so that they are complete or absent, also after a power cut; and explains the errors of a full disk.
-
-All calls block and raise OSError.
-"""
+"""Writes files so that they are complete or absent, also after a power cut, and explains the errors of a full disk. All
+calls block and raise OSError."""
 
 from __future__ import annotations
 
@@ -14,11 +12,8 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def write_file(path: Path, content: bytes | str, *, mode: int = 0o666) -> None:
-    """Puts `content` (text as UTF-8) at `path`, in place of what is there; on disk on return.
-
-    Until then readers of `path` get the earlier content. A broken-off write leaves `NAME.tmp`, which the next attempt
-    replaces. `mode` is reduced by the umask.
-    """
+    """Puts `content` at `path`; on disk on return. Until then readers get the earlier content. A broken-off write
+    leaves `NAME.tmp`, which the next attempt replaces. `mode` is reduced by the umask."""
     unfinished = path.with_name(path.name + ".tmp")
     unfinished.unlink(missing_ok=True)  # which may have another mode
     with open(unfinished, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
@@ -38,7 +33,7 @@ def append(descriptor: int, content: bytes) -> None:
 
 
 def write_at(descriptor: int, content: memoryview, offset: int) -> None:
-    """Writes all of `content` at `offset`."""
+
     while content:  # a disk that fills up takes a part first, and then refuses
         written = os.pwrite(descriptor, content, offset)
         offset, content = offset + written, content[written:]
@@ -56,7 +51,7 @@ def append_whole(file: FileIO, content: bytes) -> None:
 
 
 def flush(path: Path) -> None:
-    """Flushes a file's content, or the names in a folder, to the disk."""
+    """Of a folder: its names."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -76,7 +71,7 @@ def is_full(error: OSError) -> bool:
 
 
 def disk_trouble(error: BaseException) -> str | None:
-    """The sentence for an error of a full disk or of a file that may not be written. None for any other error."""
+    """The sentence for a full disk or a file that may not be written. None for any other error."""
     if not isinstance(error, OSError):
         return None
     if is_full(error):

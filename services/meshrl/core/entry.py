@@ -1,4 +1,4 @@
-"""The console scripts: each prepares the process before the program's imports, which take seconds, and calls its main.
+"""The console scripts: each prepares the process before the imports, which take seconds, and calls a program's main.
 
 Until the program runs, Ctrl-C ends it at once without a traceback; then `meshrl.core.program.run` drains it.
 """
@@ -21,8 +21,8 @@ def _call(module: str) -> None:
 
 
 def _have_home() -> None:
-    """Sets HOME where there is none, as for a container's user id that passwd does not know. Ends the process with a
-    sentence where no folder can be made."""
+    """Sets HOME for a container's user id that passwd does not know. Ends the process with a sentence where no folder
+    can be made."""
     try:
         Path.home()
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""Spares Python's garbage collector what a program loads once and keeps; called by the mains as they load."""
+"""Spares Python's garbage collector what a program loads once and keeps."""
 
 from __future__ import annotations
 
@@ -10,11 +10,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """Keeps the collector from what long imports load, while they load it and ever after.
-
-    It would look through half a million objects, in half a second, three times over, again in `freeze_loaded`, and
-    twice at the end. Where all was imported before, nothing is hidden.
-    """
+    """Keeps the collector from what long imports load, while they load it and ever after: it would look through half a
+    million objects, in half a second each time. Where all was imported before, nothing is hidden."""
     modules, collects = len(sys.modules), gc.isenabled()
     gc.disable()
     try:
@@ -27,11 +24,11 @@ def loading() -> Iterator[None]:
 
 
 def freeze_loaded() -> None:
-    """Hides everything that exists from the collector: models, tasksets, and modules that did not come in `loading`.
+    """Hides everything that exists from the collector. Blocks for 0.1 s, about 1 s where much was imported outside
+    `loading`.
 
-    Blocks for 0.1 s, about 1 s where much was imported outside `loading`. A full collection waits until what survived
-    since the last one is a quarter of what survived that one; the second collection here makes that a quarter of what
-    is in use instead of a quarter of torch.
+    A full collection waits until what survived since the last one is a quarter of what survived that one; the second
+    collection here makes that a quarter of what is in use instead of a quarter of torch.
     """
     gc.collect()
     gc.freeze()

@@ -1,7 +1,4 @@
-"""How programs ask the Hugging Face hub: what never answers is given up, and what goes wrong is known by its class.
-
-Called before a library loads a model, a tokenizer or a dataset by its name.
-"""
+"""How programs ask the Hugging Face hub; called before a library loads something by its name."""
 
 from __future__ import annotations
 
@@ -11,10 +8,10 @@ from huggingface_hub import get_session
 from huggingface_hub.errors import HfHubHTTPError
 
 ANSWER_S = 20.0
-"""Longest silence of the hub in a question or download. Libraries ask again up to six times."""
+"""Longest silence in a question or download. Libraries ask again up to six times."""
 
 NO_ANSWER: type[Exception] = HfHubHTTPError.__mro__[1]
-"""All errors of connection of the HTTP library that this release of huggingface_hub uses."""
+"""Errors of connection of the HTTP library of this release of huggingface_hub."""
 
 ADVICE = "check the name, the network, HF_TOKEN and HF_ENDPOINT, or give a folder"
 
@@ -31,7 +28,7 @@ def told(error: Exception) -> str:
 
 
 def _limit_wait(request: Any) -> None:
-    """Bounds the timeouts of a request of httpx; what is written to the hub is the writer's to bound."""
+    """What is written to the hub is the writer's to bound."""
     if request.method in ("GET", "HEAD"):
         waits: dict[str, float | None] = request.extensions["timeout"]
         request.extensions["timeout"] = {

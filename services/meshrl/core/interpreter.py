@@ -25,14 +25,13 @@ def check_interpreter(program: str, python: Path, module: str) -> None:
 
 
 def finds(python: Path, module: str) -> bool:
-    """Whether an interpreter can import a module, which is not imported. Raises OSError if it is no program."""
+    """Whether it finds a module. Raises OSError if it is no program."""
     code = f"import sys; from importlib.util import find_spec; sys.exit(find_spec({module!r}) is None)"
     return subprocess.run([python, "-c", code], capture_output=True, timeout=60.0, check=False).returncode == 0
 
 
 def start_anew_in(python: Path, program: str, module: str) -> None:
-    """Replaces this process by the same program and arguments in another interpreter, unless this is it. Raises
-    ConfigError."""
+    """Replaces this process by the same program in another interpreter, unless this is it. Raises ConfigError."""
     chosen = os.path.abspath(python)
     if chosen in (sys.executable, os.environ.get(CHOSEN)):
         return

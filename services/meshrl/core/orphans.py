@@ -1,11 +1,8 @@
 """Ends processes whose parent or peer is gone, and removes their files.
 
-A rank ends when another rank or its agent is gone (`Lifeline`, `end_with_agent`). A process of `multiprocessing` ends
-with its program (`end_with_parent`). Others are ended by a guardian, a process beside their starter: `rl`, a program
-with a temporary folder (`FolderGuardian`), or one whose environments start programs (`children_end_too`).
-
-The guardian is this file run as a script, with the standard library alone, `orphans.py GRACE_S LOCK_FILE MARK
-FOLDER...`. It reads from stdin `+PID` when a process group has been started, `-PID` when it is gone. At the end of
+Ranks and processes of `multiprocessing` watch their peers and parent themselves. Others are ended by a guardian, a
+process beside their starter: this file run as a script, with the standard library alone, `orphans.py GRACE_S LOCK_FILE
+MARK FOLDER...`. It reads from stdin `+PID` when a process group has been started, `-PID` when it is gone. At the end of
 stdin every group left is asked to end and killed after the grace. Then processes with MARK in their environment are
 killed, and the folders removed, unless another process has LOCK_FILE locked.
 """
@@ -31,7 +28,7 @@ from typing import Protocol
 POLL_S = 0.25
 
 AGENT_PID = "MESHRL_AGENT_PID"
-"""Environment variable by which our agent names itself to its ranks."""
+"""Variable by which our agent names itself to its ranks."""
 
 RUN_MARK = "MESHRL_RUN_MARK"
 WORKER_MARK = "MESHRL_WORKER_MARK"
@@ -63,11 +60,8 @@ class WatchedRanks(Protocol):
 
 
 class Lifeline:
-    """A rank's connections to the others of its training group; `lost` is called, on its own thread, when one breaks.
-
-    A collective that waits for a dead rank may hang for minutes, in code that no signal reaches. So each rank keeps a
-    silent TCP connection to rank 0, which the system closes when a process dies, and a thread that watches it.
-    """
+    """A rank's silent connections to the others of its training group; `lost` is called, on its own thread, when one
+    breaks. A collective that waits for a dead rank may hang for minutes, in code that no signal reaches."""
 
     def __init__(self, peers: Mapping[socket.socket, str], *, lost: Callable[[str], None], parent: int | None) -> None:
         self._peers = dict(peers)
@@ -81,8 +75,8 @@ class Lifeline:
     def tie(
         cls, ranks: WatchedRanks, environment: Mapping[str, str], *, lost: Callable[[str], None] | None = None
     ) -> Lifeline:
-        """Connects this rank with rank 0; collective. By default a broken line ends the process. Under torchrun the
-        agent, which is the parent process, is watched as well."""
+        """Connects this rank with rank 0; collective. By default a broken line ends the process. An agent, which is the
+        parent process, is watched as well."""
         parent = _agent_of(environment)
         peers: dict[socket.socket, str] = {}
         if ranks.world_size > 1:
@@ -90,7 +84,7 @@ class Lifeline:
         return cls(peers, lost=lost or leave_at_once, parent=parent)
 
     def release(self) -> None:
-        """An orderly end: from here on this rank's end alarms no other, nor do theirs alarm it."""
+        """An orderly end: from here on neither this rank's end nor another's alarms."""
         self._released.set()
         for peer in self._peers:
             try:
@@ -124,11 +118,8 @@ class Lifeline:
 
 
 def end_with_agent(environment: Mapping[str, str]) -> None:
-    """Ends this process soon after the agent that has started it, even when that is gone already; only in a rank of
-    ours.
-
-    Called before anything that takes time: ranks that import torch or look for each other would wait for minutes.
-    """
+    """Ends this process soon after the agent of ours that has started it, even when that is gone already. Called
+    before anything that takes time: ranks that import torch or look for each other would wait for minutes."""
     if AGENT_PID in environment:
         Lifeline({}, lost=leave_at_once, parent=_agent_of(environment))
 
@@ -195,9 +186,8 @@ def _kept_alive(peer: socket.socket) -> socket.socket:
 def end_with_parent(*, whole_group: bool = False) -> None:
     """Ends this process soon after the one that started it with `multiprocessing`, also when that is killed.
 
-    With `whole_group`, which needs a process that leads its group, the programs that it started end too: vLLM's workers
-    watch its engine process, but nothing watches the program above it, whose SIGKILL would leave the model in the GPU's
-    memory.
+    With `whole_group`, which needs a process that leads its group, the programs that it started end too: nothing else
+    watches the program above vLLM's engine process, whose SIGKILL would leave the model in the GPU's memory.
     """
     import multiprocessing
     from multiprocessing.connection import wait  # tens of milliseconds, which a guardian does not need
@@ -219,8 +209,7 @@ def end_with_parent(*, whole_group: bool = False) -> None:
 def guardian_command(
     grace_s: float, folders: Sequence[Path], *, lock_file: Path | None = None, mark: str = ""
 ) -> list[str]:
-    """Its stdin must be a pipe, and it needs a session of its own. Without a `mark` it ends only the process groups
-    that it is given."""
+    """Its stdin must be a pipe, and it needs a session of its own."""
     lock = "" if lock_file is None else str(lock_file.absolute())
     known = [sys.executable, "-I", "-S", __file__, str(grace_s), lock, mark]
     return [*known, *(str(folder.absolute()) for folder in folders)]
@@ -248,7 +237,7 @@ class FolderGuardian:
 
 @contextmanager
 def children_end_too() -> Iterator[None]:
-    """Whatever this process starts in the block is killed after it, also when this process is killed. In a program of a
+    """Kills after the block all that this process started in it, also when this process is killed. In a program of a
     run the guardian of `rl` does that. On Linux alone."""
     if RUN_MARK in os.environ:
         yield
@@ -282,7 +271,7 @@ def _signal(groups: set[int], signum: int) -> set[int]:
 
 
 def end_marked(name: str, mark: str) -> None:
-    """Kills every process of this user that was started with the variable `name` set to `mark`; on Linux alone."""
+    """Kills every process that was started with the variable `name` set to `mark`; on Linux alone."""
     wanted = f"{name}={mark}".encode()
     for entry in Path("/proc").glob("[0-9]*"):
         try:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 ORCH_TOML = "orch.toml"
 INVALID = "config_validation_error.txt"
-"""Files of `Layout.control`: the configuration of the run's orchestrator, and why the trainer does not take it."""
+"""In `Layout.control`: the configuration of the run's orchestrator, and why the trainer does not take it."""
 
 
 def is_gone(path: Path) -> bool:
-    """Whether there is nothing at a path. A file system that does not answer, or refuses, has not lost it."""
+    """A file system that does not answer, or refuses, has not lost it."""
     try:
         os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -30,21 +30,20 @@ class Layout:
 
     @property
     def logs(self) -> Path:
-        """A folder for each start, and links to what is in the newest one: see `core.telemetry.log_folder`."""
+        """See `core.telemetry.log_folder`."""
         return self.output_dir / "logs"
 
     def log(self, process: str) -> Path:
-        """A link to the log of the newest start; `log_place` gives the file that is written."""
+        """A link to that of the newest start, which `log_place` gives."""
         return self.logs / f"{process}.log"
 
     def run_folder(self, run_id: str) -> Path:
-        """The folder of a run that joined a mesh, whose folder this is."""
+        """Of a run that joined the mesh of this folder."""
         return self.output_dir / f"run_{run_id.removeprefix('run_') or 'main'}"
 
     @property
     def control(self) -> Path:
-        """Files by which a trainer of several runs finds the run of this folder, and those that it writes for its
-        owner."""
+        """By which a trainer of several runs finds the run of this folder, and answers its owner."""
         return self.output_dir / "control"
 
     @property
@@ -52,22 +51,22 @@ class Layout:
         return self.output_dir / "configs"
 
     def config(self, process: str) -> Path:
-        """The resolved TOML of one process."""
+        """The resolved TOML."""
         return self.configs / f"{process}.toml"
 
     @property
     def slurm(self) -> Path:
-        """The batch script of a SLURM job, and a log of each job."""
+        """The batch script, and a log of each job."""
         return self.output_dir / "slurm"
 
     @property
     def lock(self) -> Path:
-        """Locked by the `rl` whose run this is; holds that program's identity."""
+        """Locked by the `rl` that it names."""
         return self.output_dir / "rl.lock"
 
     @property
     def credentials(self) -> Path:
-        """For the run's own user alone."""
+        """For the owner alone."""
         return self.output_dir / "credentials"
 
     @property
@@ -83,7 +82,7 @@ class Layout:
         return self.output_dir / "traces"
 
     def trace(self, service: str) -> Path:
-        """The spans of one service as OTLP JSON lines."""
+        """Spans as OTLP JSON lines."""
         return self.traces / f"{service}.jsonl.zst"
 
     @property
@@ -97,7 +96,7 @@ class Layout:
 
     @property
     def checkpoints(self) -> Path:
-        """What training resumes from, a folder a step."""
+        """To resume from, a folder a step."""
         return self.output_dir / "checkpoints"
 
     def checkpoint_step(self, step: int) -> Path:

@@ -39,8 +39,8 @@ _OTHERS_WRITE = 0o022
 
 
 def keep_to(readable_by: ReadableBy, output_dir: Path) -> None:
-    """Sets who may read files that this process, and those that it starts, make from now on. Raises ConfigError where
-    output_dir belongs to another user, and only the owner shall read it."""
+    """Sets who may read files that this process and its children make. Raises ConfigError where output_dir belongs to
+    another user, and only the owner shall read it."""
     os.umask(_UMASKS[readable_by])
     try:
         owner = output_dir.stat().st_uid
@@ -62,8 +62,8 @@ def spool_name(output_dir: Path, engine_id: str) -> str:
 
 
 def _private_name(output_dir: Path, purpose: str) -> str:
-    """A folder name that all programs of a run compute alike and no other user can guess, by a secret in
-    output_dir/credentials, which the first call makes."""
+    """A name that all programs of a run compute alike and no other user can guess, by a secret in the run's
+    credentials, which the first call makes."""
     file = private_folder(Layout(output_dir).credentials) / "folders.secret"
     if not file.exists():
         made = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
@@ -79,8 +79,8 @@ def _private_name(output_dir: Path, purpose: str) -> str:
 
 
 def socket_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """A new folder with mode 0700 for Unix sockets with names of up to SOCKET_NAME_BYTES, in the temporary folder or,
-    where that path is too long, in XDG_RUNTIME_DIR, /tmp or /dev/shm; the caller deletes it."""
+    """A new folder with mode 0700 for Unix sockets with names of up to SOCKET_NAME_BYTES, where a short path leaves
+    room for them; the caller deletes it."""
     choices = dict.fromkeys([Path(tempfile.gettempdir()), Path(environ.get("XDG_RUNTIME_DIR") or "/tmp"), _TMP, SHM])
     for choice in choices:
         if len(os.fsencode(choice / "meshrl-12345678")) + 1 + SOCKET_NAME_BYTES > SOCKET_PATH_BYTES:
@@ -95,11 +95,8 @@ def socket_folder(environ: Mapping[str, str] = os.environ) -> Path:
 
 @contextmanager
 def short_socket_paths() -> Iterator[None]:
-    """Puts the sockets of `multiprocessing` and of vLLM into a `socket_folder` of this process, however long TMPDIR is.
-
-    For the whole life of a program: a fork server keeps its socket. Ends the process with a sentence where no place is
-    found.
-    """
+    """Puts the sockets of `multiprocessing` and of vLLM into a `socket_folder` of this process, for its whole life: a
+    fork server keeps its socket. Ends the process with a sentence where no place is found."""
     try:
         folder = socket_folder()
     except OSError as error:
@@ -115,7 +112,7 @@ def short_socket_paths() -> Iterator[None]:
 
 
 def _keeps_names(folder: os.stat_result) -> bool:
-    """Whether no other user but root can rename what this user puts into a folder."""
+    """Whether only this user and root can rename this user's files in a folder."""
     if folder.st_uid not in (0, os.geteuid()):
         return False
     return not folder.st_mode & _OTHERS_WRITE or bool(folder.st_mode & stat.S_ISVTX)

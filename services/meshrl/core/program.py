@@ -1,5 +1,4 @@
-"""One main for all programs: configuration, logging, tracing, signals, the event loop, and exit codes.
-
+"""One main for all programs: logging, tracing, signals, the event loop, and exit codes.
 Exit codes: 0 for work done or a requested stop, 2 for a configuration that is not allowed, 1 for any other failure, 128
 plus the signal's number after a second signal.
 """
@@ -42,9 +41,9 @@ OPEN_FILES = 65536
 STATELESS = frozenset({"inference", "rollout"})
 """Programs whose output folder holds nothing but logs and traces: they go on without it."""
 LARGEST_ON_HEAP, KEPT_FREE = 32 * 2**20, 64 * 2**20
-"""Of glibc's allocator, in bytes: the limits that it reaches by itself once a program has freed a block of 32 MiB."""
+"""Limits of glibc's allocator, in bytes, which it reaches by itself after a freed block of 32 MiB."""
 BLOCKING_THREADS = 8
-"""For files and hashing. Python's own 32 of a large machine come up one by one, each with memory of its own."""
+"""Python's own 32 of a large machine come up one by one, each with memory of its own."""
 
 
 class ProgramConfig(Protocol):
@@ -64,10 +63,10 @@ class ProgramConfig(Protocol):
 ConfigT = TypeVar("ConfigT", bound=ProgramConfig)
 
 READY_FILE = "MESHRL_READY_FILE"
-"""Names a file that a program creates once it is ready: `rl` gives up one that dies at every start before that."""
+"""Names a file that a program creates once it is ready."""
 
 GROUP_LOG = "MESHRL_GROUP_LOG"
-"""Set for the ranks of a group: the log chosen by its agent, which rank 0 writes."""
+"""Set for ranks: the log chosen by their agent, which rank 0 writes."""
 
 Work = Callable[[asyncio.Event], Coroutine[None, None, int]]
 """Runs until the event is set or it is done. Returns the exit code."""
@@ -80,8 +79,7 @@ def run_program(
     *,
     blocking_threads: int | None = BLOCKING_THREADS,
 ) -> NoReturn:
-    """Runs a whole program and ends the process with its exit code. `serve` gets the configuration, the event that asks
-    for a stop, and the tracer."""
+    """Runs a whole program and ends the process with its exit code. The event of `serve` asks for a stop."""
     log_as(name, config)
     code = run_traced(name, config, serve, blocking_threads=blocking_threads)
     gc.freeze()  # the interpreter would look through all that was imported before it ends, which takes up to a second
@@ -89,8 +87,7 @@ def run_program(
 
 
 def log_as(name: str, config: ProgramConfig, *, to_file: bool = True) -> None:
-    """Logs to stdout under `name`, and to a file of this run below output_dir, which begins with the configuration's
-    notes."""
+    """Logs to stdout, and to a file of this run, which begins with the configuration's notes."""
     keep_private(name, config)
     log_file = run_log(name, Layout(config.output_dir)) if to_file else None
     setup_logging(name, config.log.level, log_file, json_logging=config.log.json_logging)
@@ -108,7 +105,7 @@ def keep_private(name: str, config: ProgramConfig) -> None:
 
 
 def run_log(name: str, layout: Layout) -> Path:
-    """The log of this run of the program: its launcher's, that of its group of ranks, or one of its own."""
+    """Its launcher's, that of its group of ranks, or one of its own."""
     if GROUP_LOG in os.environ:
         return Path(os.environ.pop(GROUP_LOG))
     launchers = log_place(layout, f"{name}.log")
@@ -156,11 +153,10 @@ def run_traced(
 
 
 def run(work: Work, *, blocking_threads: int | None = BLOCKING_THREADS) -> int:
-    """Runs `work` on a new event loop; returns the exit code.
+    """Runs `work` on a new event loop; returns the exit code, of an error that of `exit_code_of`.
 
-    SIGTERM and SIGINT set the event; a second signal ends the process at once. Errors become exit codes as in
-    `exit_code_of`. Raises the limit of open files first. `blocking_threads` are those of `asyncio.to_thread`; None is
-    Python's own number.
+    SIGTERM and SIGINT set the event; a second signal ends the process at once. `blocking_threads` are those of
+    `asyncio.to_thread`; None is Python's own number.
     """
     keep_freed_memory()
     try:
@@ -201,11 +197,8 @@ async def _until_done_or_stopped(work: Work, blocking_threads: int | None) -> in
 def exit_code_of(
     error: Exception, *, told: tuple[type[Exception], ...] = (), doing: str = "", defect: str = "the program failed"
 ) -> int:
-    """Logs the error that ends a program, and returns the exit code: BAD_CONFIGURATION for a ConfigError, else FAILED.
-
-    A MeshError, the types in `told` and a full disk are one line, after `doing`. Any other is a defect, with its
-    traceback.
-    """
+    """Logs the error that ends a program: BAD_CONFIGURATION for a ConfigError, else FAILED. A MeshError, the types in
+    `told` and a full disk are one line, after `doing`; any other has its traceback."""
     if isinstance(error, ConfigError):
         logger.error("{}", error)
         return BAD_CONFIGURATION
@@ -230,7 +223,7 @@ def how_it_ended(code: int | None) -> str:
 
 
 def say_ready(tracer: Tracer) -> None:
-    """Ends the program's start; creates the file READY_FILE, where the starter of this process named one."""
+    """Ends the program's start; creates the file READY_FILE."""
     from meshrl.core.telemetry.start import start_of  # takes long to import, and not every process traces
 
     start_of(tracer).end(tracer)
@@ -241,14 +234,14 @@ def say_ready(tracer: Tracer) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends this process now, past a group that is half gone or a thread inside torch."""
+    """Ends this process, past a group that is half gone or a thread inside torch."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def keep_freed_memory() -> None:
-    """Has glibc reuse the memory of large messages instead of getting each of their pages from the kernel anew."""
+    """Has glibc reuse the memory of large messages instead of getting their pages anew."""
     with suppress(OSError, AttributeError):  # another C library
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-3, LARGEST_ON_HEAP)  # M_MMAP_THRESHOLD
@@ -256,7 +249,7 @@ def keep_freed_memory() -> None:
 
 
 def raise_open_file_limit() -> None:
-    """As far as is allowed: each rollout and stream takes a file. Raises ConfigError if that is too little."""
+    """Each rollout and stream takes a file. Raises ConfigError if too few are allowed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:

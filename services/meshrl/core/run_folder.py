@@ -1,5 +1,4 @@
-"""Checks the output folder before a run starts: finds an older run in it, empties it on demand, reports that it cannot
-be written."""
+"""Checks the output folder before a run starts: finds an older run, empties it, reports that it cannot be written."""
 
 from __future__ import annotations
 
@@ -30,8 +29,8 @@ def writing_to(output_dir: Path) -> Iterator[None]:
 
 
 def empty_folder(output_dir: Path, keep: Sequence[Path] = ()) -> None:
-    """Deletes an earlier run's files, except its credentials and the lock file of this one. Raises ConfigError for a
-    folder that is no run's, or holds the home folder, the current one or one of `keep`."""
+    """Deletes an earlier run's files, except its credentials and this one's lock. Raises ConfigError for a folder that
+    is no run's, or holds the home folder, the current one or one of `keep`."""
     folder = output_dir.resolve()
     if not folder.exists():
         return
@@ -69,7 +68,7 @@ def _why_not(folder: Path, keep: Sequence[Path]) -> str | None:
 
 
 def holds_a_run(output_dir: Path) -> bool:
-    """Whether an earlier run has left more here than configurations, a batch script, credentials and a lock."""
+    """Whether there is more than configurations, a batch script, credentials and a lock."""
     if not output_dir.is_dir():
         return False
     layout = Layout(output_dir)

@@ -1,6 +1,6 @@
-"""How a SQLite file is kept by the file system that it is on, and how its rows are sealed; for ledger and decision log.
+"""How the SQLite files of ledger and decision log commit, by their file system, and seal their rows.
 
-SQLite's WAL needs memory that all its processes share, which the file systems of a network do not give.
+SQLite's WAL needs memory that all its processes share, which network file systems do not give.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ NETWORK: Mapping[int, str] = {
     0x5346414F: "afs", 0x6B414653: "kafs", 0x01161970: "gfs2", 0x7461636F: "ocfs2", 0x01021997: "9p",
     0x65735546: "fuse", 0x786F4256: "vboxsf",
 }  # fmt: skip
-"""File systems that other machines may write as well, by `f_type`. FUSE may be any: sshfs, JuiceFS."""
+"""By `f_type`. FUSE may be any: sshfs, JuiceFS."""
 
 BUSY_S = 30.0
-"""How long a write waits for readers, which block it where there is no WAL."""
+"""A write's wait for readers, which block it without WAL."""
 
 
 def file_system(folder: Path) -> int:
-    """The `f_type` of a folder's file system, 0 where the system has no such number. Raises OSError."""
+    """Its `f_type`, 0 where the system has none. Raises OSError."""
     if sys.platform != "linux":
         return 0
     libc = ctypes.CDLL(None, use_errno=True)
@@ -43,8 +43,8 @@ def network_file_system(path: Path) -> str | None:
 
 
 def prepare(connection: sqlite3.Connection, path: Path, *, outlives_power_cuts: bool = False) -> None:
-    """Sets how a connection commits, outside a transaction: a commit outlives the process and, if asked for or on a
-    network file system, the machine."""
+    """Outside a transaction. A commit outlives the process and, if asked for or on a network file system, the
+    machine."""
     if network_file_system(path) is None:
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute(f"PRAGMA synchronous = {'FULL' if outlives_power_cuts else 'NORMAL'}")
@@ -55,5 +55,5 @@ def prepare(connection: sqlite3.Connection, path: Path, *, outlives_power_cuts: 
 
 
 def seal(data: bytes, *key: object) -> bytes:
-    """A row's digest of its data and its key: neither a damaged row nor another's data has it."""
+    """A row's digest of its data and its key."""
     return blake3(repr(key).encode() + b"\0" + data).digest(length=16)

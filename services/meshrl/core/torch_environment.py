@@ -1,5 +1,4 @@
-"""Before torch is loaded: whether it may find a GPU, and its variables of how threads wait on a shared CPU and how a
-trainer's GPU memory grows."""
+"""Before torch is loaded: whether it may find a GPU, and its variables for threads and GPU memory."""
 
 from __future__ import annotations
 
@@ -7,22 +6,22 @@ from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 SPINS = "1000"
-"""Microseconds: as fast as any number on idle cores; beside a program that wants one of two cores a training step takes
-half the processor seconds of OpenMP's 300,000 (torch 2.13)."""
+"""Microseconds: as fast as any number on idle cores; beside a program on one of two cores a training step takes half
+the processor seconds of OpenMP's 300,000 (torch 2.13)."""
 
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 GPU_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
-"""CUDA's driver, on Linux and under Windows."""
+"""On Linux and under Windows."""
 
 
 def may_have_gpu(environ: Mapping[str, str]) -> bool:
-    """Whether there is a driver, and no variable that hides all GPUs."""
+
     return environ.get(VISIBLE_GPUS) not in ("", "-1") and any(driver.exists() for driver in GPU_DRIVERS)
 
 
 def wait_briefly(environment: MutableMapping[str, str]) -> None:
-    """Lets threads spin for microseconds until the next kernel, then sleep, unless `environment` sets it. GNU's OpenMP
-    has them spin for milliseconds, which takes the time of other programs on the same cores."""
+    """Lets threads spin for microseconds until the next kernel, then sleep, unless `environment` sets it. In GNU's
+    OpenMP they spin for milliseconds, the time of other programs on the same cores."""
     if "OMP_WAIT_POLICY" not in environment:
         environment.setdefault("GOMP_SPINCOUNT", SPINS)
 

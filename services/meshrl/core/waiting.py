@@ -1,5 +1,4 @@
-"""Waiting on an event loop: for a stop or for work, for the next change, until nothing is in flight. Nothing here
-polls."""
+"""Waiting on an event loop, without polling."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ class StoppedError(Exception):
 async def unless_stopped(stop: asyncio.Event, work: Coroutine[None, None, T] | asyncio.Future[T]) -> T:
     """The result of `work`, or StoppedError as soon as `stop` is set; finished work wins.
 
-    Work that is broken off is cancelled, and its clean-up waited for (CANCEL_DEADLINE_S). Raises the errors of `work`.
+    Otherwise it is cancelled, and its clean-up waited for (CANCEL_DEADLINE_S). Raises the errors of `work`.
     """
     working = asyncio.ensure_future(work)
     try:
@@ -41,7 +40,7 @@ async def unless_stopped(stop: asyncio.Event, work: Coroutine[None, None, T] | a
 
 
 async def stop_or_first(stop: asyncio.Event, *ends: asyncio.Future[Any]) -> None:
-    """Returns once `stop` is set or one of `ends` is done. Cancels none of them, and raises nothing of theirs."""
+    """Cancels none of `ends`, and raises nothing of theirs."""
     stopping = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({stopping, *ends}, return_when=asyncio.FIRST_COMPLETED)
@@ -52,8 +51,7 @@ async def stop_or_first(stop: asyncio.Event, *ends: asyncio.Future[Any]) -> None
 async def first_of(
     left: Coroutine[None, None, T], right: Coroutine[None, None, U]
 ) -> tuple[asyncio.Task[T], asyncio.Task[U]]:
-    """Runs both until the first ends, cancels the other and waits for its clean-up. Returns their tasks, each done or
-    cancelled."""
+    """Runs both until the first ends, cancels the other and waits for its clean-up."""
     tasks = asyncio.create_task(left), asyncio.create_task(right)
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -85,7 +83,7 @@ async def next_within(queue: asyncio.Queue[T], wait_s: float) -> T | None:
 
 
 async def read_ahead(made: Iterator[T]) -> AsyncGenerator[T, None]:
-    """Yields from a blocking iterator, which has no None; the next item is made on a thread while one is used."""
+    """Yields from a blocking iterator without None; the next item is made on a thread while one is used."""
     making = asyncio.create_task(asyncio.to_thread(next, made, None))
     try:
         while (item := await making) is not None:
@@ -99,8 +97,8 @@ async def read_ahead(made: Iterator[T]) -> AsyncGenerator[T, None]:
 class Pulse:
     """Wakes all waiters at each change.
 
-    A waiter looks at what may have changed, and waits for the next beat if it did not find what it wants. One that
-    awaits anything between the two takes `upcoming` before it looks, or it could miss a beat.
+    A waiter looks, and waits for the next beat if it did not find what it wants. One that awaits anything between the
+    two takes `upcoming` before it looks, or it could miss a beat.
     """
 
     def __init__(self) -> None:
@@ -119,7 +117,7 @@ class Pulse:
 
 
 class InFlight:
-    """Counts requests or jobs under way, so that a drain can wait for the last one."""
+    """Counts requests under way, so that a drain can wait for the last one."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -149,11 +147,8 @@ class InFlight:
 
 
 class Pace:
-    """A queue for the event loop: in each of its rounds one waiter goes on.
-
-    Without it a thousand rollouts that start at the same time are served in one round, and meanwhile no deadline fires,
-    no connection is read and no health check is answered for seconds.
-    """
+    """A queue for the event loop: in each of its rounds one waiter goes on. Otherwise a thousand rollouts that start
+    together take one round of seconds, in which no deadline fires and no health check is answered."""
 
     def __init__(self) -> None:
         self._waiting: deque[asyncio.Future[None]] = deque()

@@ -1,4 +1,4 @@
-"""Turns the configuration of `rl` into the programs to start, each with its own complete configuration; no I/O."""
+"""Turns the configuration of `rl` into the programs to start, each with its own configuration; no I/O."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ Server = TypeVar("Server", RolloutConfig, TrainerConfig, WeightsConfig)
 _KEYS_OF_THE_ROLLOUT_PROGRAM: Mapping[str, bool | set[str]] = {
     "client": True, "model": True, "services": True, "log": {"vf_level"}
 }  # fmt: skip
-"""Keys that rl takes in the orchestrator's section, at their older place."""
+"""In the orchestrator's section, their older place."""
 
 CLIENTS, ENGINES, HUB = 1, 2, 3
-"""Stages of the end of a run: orchestrators are stage 0; each stage uses only later ones."""
+"""Stages of the end of a run, after orchestrators (0); each uses only later ones."""
 
 MOST_LORAS = 16  # that vLLM reserves memory for, unless more are asked for
 RESTART_DEADLINE_S = 180.0
-"""How long the others wait for a restarted program, which imports torch and loads a model first."""
+"""The others' wait for a restarted program, which imports torch and loads a model first."""
 
 START_MARGIN_S = 60.0
-"""What the orchestrator waits at the start beyond the trainer's `hub_deadline_s`."""
+"""The orchestrator's wait at the start beyond the trainer's `hub_deadline_s`."""
 
 ENGINE_START_S = 300.0
-"""How much longer it waits for a trainer that starts only after the engine on its GPU."""
+"""More of it for a trainer that starts only after the engine on its GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,16 +49,15 @@ class Part:
     module: str
     config: BaseConfig
     end_stage: int
-    """Programs end stage by stage, clients first."""
 
     environ: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Variables beyond those of rl. They may hold a secret."""
+    """Beyond the variables of rl. They may hold a secret."""
 
     python: Path | None = None
-    """None means the interpreter of rl."""
+    """None: the interpreter of rl."""
 
     run_id: str = ""
-    """The run that an orchestrator feeds, if not the trainer's own."""
+    """Of an orchestrator, if not the trainer's own run."""
 
     restarts: int = 0
 
@@ -76,10 +75,9 @@ def compose(
 ) -> tuple[Part, ...]:
     """The programs of a run, servers first; `free_port(host)` gives a port for every server that has none.
 
-    Addresses of programs that are started here replace those of the configuration. A service in orchestrator.services
-    has no part, and the others get its address. `session` names this launch, by which a restarted program goes on.
-    `gpus` may be used; over several nodes `placement` has each program's, and where engines listen. Raises ConfigError
-    when there are too few GPUs.
+    A service in orchestrator.services has no part, and the others get its address. `session` names this launch, by
+    which a restarted program goes on. `gpus` may be used; over several nodes `placement` has each program's. Raises
+    ConfigError when there are too few GPUs.
     """
     running = config.orchestrator.services
     weights = _with_port(_own_keys(WeightsConfig, config.weights, {"transport": True}), free_port)
@@ -215,7 +213,7 @@ class _Composition:
         return with_values(orchestrator_of(section), values)
 
     def teacher_rollout(self, section: OrchestratorConfig, rollout: RolloutConfig, name: str) -> RolloutConfig | None:
-        """The rollout program in which a run's teacher plays. None if it plays nothing, or one runs already."""
+        """In which a run's teacher plays. None if it plays nothing, or one runs already."""
         names, teacher = section.taught_environments, section.teacher
         if not names or teacher is None or teacher.rollout is not None:
             return None
@@ -251,7 +249,7 @@ class _Composition:
         )
 
     def deadlines(self, given: DeadlinesConfig, trainer_held_s: float) -> dict[str, object]:
-        """An orchestrator's waits, where it names none itself."""
+        """Where it names none itself."""
         config, hub_deadline_s = self.config, self.config.trainer.hub_deadline_s
         values: dict[str, object] = {}
         if "startup_s" not in given.model_fields_set:
@@ -315,7 +313,7 @@ def orchestrator_of(section: OrchestratorConfig) -> OrchestratorConfig:
 
 
 def with_values(config: Config, values: Mapping[str, object]) -> Config:
-    """A copy with some keys, by dotted path, set anew and everything validated again."""
+    """A validated copy with some keys, by dotted path, set anew."""
     if not values:
         return config
     changed = config.model_dump()

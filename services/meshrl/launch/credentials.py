@@ -1,9 +1,8 @@
 """Makes the credentials of a run, so that its programs accept calls from each other only.
 
-On one host each `rl` makes a token for each role in output_dir/credentials, of which servers hold hashes
-(trust.sqlite), and an API key for the engines. A run over several nodes gets a certificate authority, with which
-`meshrl.launch.nodes.certificates` signs a certificate for each node. Where the configuration or the environment names
-credentials, none are made.
+On one host `rl` makes a token for each role in output_dir/credentials, of which servers hold hashes (trust.sqlite), and
+an API key for the engines. A run over several nodes gets a certificate authority, for `nodes.certificates`. Where the
+configuration or the environment names credentials, none are made.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ ENGINE_KEY = "engine.key"
 
 
 def with_engine_key(config: RLConfig, environ: Mapping[str, str]) -> RLConfig:
-    """The configuration with an API key for its engines, unless it or the environment has one. If rollout services run
-    already, which cannot know it, engines want it for admin routes alone."""
+    """With an API key for its engines, unless it or the environment has one, or rollout services run already, which
+    cannot know it."""
     inference, client = config.inference, config.rollout.client
     if inference is None or not config.makes_credentials(environ) or "rollout" in config.orchestrator.services.given():
         return config
@@ -53,8 +52,8 @@ def with_engine_key(config: RLConfig, environ: Mapping[str, str]) -> RLConfig:
 def credentials_for(
     config: RLConfig, parts: Sequence[Part], environ: Mapping[str, str]
 ) -> Mapping[str, Mapping[str, str]]:
-    """Writes the run's tokens and its engines' key (`config` is from `with_engine_key`). Returns variables by part.
-    Raises ConfigError."""
+    """Writes tokens and the engines' key (`config` is from `with_engine_key`). Returns variables by part. Raises
+    ConfigError."""
     folder = Layout(config.output_dir).credentials
     if not config.makes_credentials(environ):
         return {}

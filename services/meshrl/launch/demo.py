@@ -3,8 +3,8 @@
     python -m meshrl.launch.demo [--runs] [--engine embedded|vllm] [--seed N] [--max-async-level N] [--max-steps N]
                                  [--output-dir FOLDER]
 
-It only calls the programs that a user would call, with the files of configs/reverse_text, or with --runs (`make
-demo-runs`) those of configs/three_runs: three adapters of one model, trained beside each other in one mesh.
+It calls the programs that a user would call, with the files of configs/reverse_text, or with --runs (`make demo-runs`)
+those of configs/three_runs: three adapters of one model in one mesh.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ END_GRACE_S = 90.0  # longer than rl gives its own programs
 STEP_LINE = re.compile(r" step (?P<step>\d+) \|")
 VLLM_PYTHON = Path(".tools/vllm/bin/python")  # where `make vllm` puts it
 TASKS = ("reverse_text", "letter_sort", "memory_game")
-"""What the model of three runs is warmed up for; each run is called by its own."""
+"""Of three runs, which have their names."""
 MADE_HERE = frozenset({"model", "data", "sft", "rl", "metrics.jsonl", "summary.json", "reward.png"})
 
 
@@ -72,7 +72,7 @@ class Stage:
     commands: tuple[tuple[str, ...], ...]
     deadline_s: float
     shown_steps: int = 1
-    """Every so many lines of training steps are shown; the logs have all."""
+    """Of training steps, every so many."""
 
 
 def parse(arguments: Sequence[str]) -> Options:
@@ -187,7 +187,7 @@ def empty(folder: Path) -> None:
 
 
 def run(stage: Stage, show: Callable[[str], None]) -> float:
-    """Runs a stage's commands and returns the seconds they took. Raises DemoError."""
+    """Returns the seconds. Raises DemoError."""
     started = time.monotonic()
     for command in stage.commands:
         left_s = stage.deadline_s - (time.monotonic() - started)
@@ -216,7 +216,7 @@ def run(stage: Stage, show: Callable[[str], None]) -> float:
 
 
 def is_shown(line: str, shown_steps: int) -> bool:
-    """True for everything but training steps between those shown; the first and every evaluation are shown."""
+    """Everything but training steps between those shown, of which the first is one."""
     step = STEP_LINE.search(line)
     if step is None or "eval/" in line or "val loss" in line:
         return True
@@ -224,7 +224,7 @@ def is_shown(line: str, shown_steps: int) -> bool:
 
 
 def demo(options: Options) -> str:
-    """Runs everything and returns the closing table. Raises DemoError or ReportError."""
+    """Returns the closing table. Raises DemoError or ReportError."""
     for name in ("sft.toml", "rl.toml", *(("vllm.toml",) if options.engine == "vllm" else ())):
         if not (options.configs / name).is_file():
             raise DemoError(f"{options.configs / name} is missing; run from the repository's root or pass --configs")
@@ -263,7 +263,7 @@ def demo(options: Options) -> str:
 
 
 def looks(run: Path, mesh: Path, *, last_step: int) -> str:
-    """The commands that look into a demo's run and its mesh, as they can be pasted."""
+    """Commands that look into a demo's run and its mesh."""
     script = Path(_script("meshrl"))
     meshrl = str(script.relative_to(Path.cwd()) if script.is_relative_to(Path.cwd()) else script)
     worst = [meshrl, "rollouts", "worst", str(min(30, last_step)), "-o", str(run)]

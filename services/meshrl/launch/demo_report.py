@@ -1,4 +1,4 @@
-"""The report of a demo: figures, table and plot from the metrics of its RL run; starts no program."""
+"""The report of a demo: figures, table and plot from the metrics of its RL run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshrl.wire.values import JsonObject
 
 EVAL_SCORE = re.compile(r"eval/(?P<environment>.+)/avg@\d+")
 EDGE_STEPS = 5
-"""Steps at either end of a run over which the training reward is averaged."""
+"""At either end of a run, over which the training reward is averaged."""
 
 PACKAGES = (
     "meshrl", "torch", "transformers", "tokenizers", "verifiers", "renderers", "grpcio", "protobuf", "aiohttp", "numpy",
@@ -25,7 +25,7 @@ PACKAGES = (
 
 
 class ReportError(Exception):
-    """The metrics of a run lack something that the report needs; the message names it."""
+    """The message names what the metrics lack."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class TokenRates:
 @dataclass(frozen=True, kw_only=True)
 class Summary:
     reward_before: float
-    """Mean held-out reward of the warmed-up model; `reward_after` is that of the last version."""
+    """Held-out, of the warmed-up model; `reward_after` is that of the last version."""
 
     reward_after: float
     reward_gain: float
@@ -52,15 +52,15 @@ class Summary:
     rollouts_per_s: float
     tokens_per_s: TokenRates
     sync_pause_s: float
-    """Mean time for which a version stopped generation."""
+    """Mean; a version stopped generation."""
 
     sync_pause_max_s: float
     sync_lag_s: float
-    """Mean time from a trained version to every engine serving it."""
+    """Mean, from a trained version to every engine serving it."""
 
     sync_lag_max_s: float
     staleness_max: int
-    """Most versions between a trained policy and the oldest token that it was trained on."""
+    """Versions between a trained policy and the oldest token that it was trained on."""
 
     engine: str
     max_async_level: int
@@ -77,7 +77,7 @@ class Curves:
 
 
 def read_records(path: Path) -> list[JsonObject]:
-    """Raises ReportError when there is no such file."""
+    """Raises ReportError without the file."""
     if not path.exists():
         raise ReportError(f"{path} is missing: the run ended before its first step; see the logs beside it")
     return list(json_records(GrowingFile(path).read_on()))
@@ -105,7 +105,7 @@ def summarise(
     seed: int,
     versions: Mapping[str, str],
 ) -> Summary:
-    """The figures of a finished run. Raises ReportError if steps are missing, or evaluations at both ends."""
+    """Raises ReportError if steps are missing, or evaluations at both ends."""
     points = curves(records)
     steps = [record for record in records if "reward/all/mean" in record]
     if not steps:

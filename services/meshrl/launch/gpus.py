@@ -1,7 +1,5 @@
-"""Chooses the GPUs of each program of a run: those listed, or as many visible ones as it needs, engines first.
-
-A GPU is named by its place among the visible ones, so `--trainer-gpu-ids 0` under CUDA_VISIBLE_DEVICES=4,5 is GPU 4.
-"""
+"""Chooses the GPUs of each program: those listed, by place among the visible ones, or as many as it needs, engines
+first."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuDemand:
-    """The number of GPUs that a run takes, and those that are listed, as places among the visible ones."""
+    """Numbers of GPUs, and those listed, by place among the visible ones."""
 
     engines: int
     for_engines: int
@@ -42,7 +40,7 @@ class GpuDemand:
 
 
 def visible(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The GPUs of this machine that a program started here may use, by CUDA's names."""
+    """The GPUs that a program started here may use, by CUDA's names."""
     listed = environ.get(VISIBLE_GPUS)
     if listed is not None:
         return tuple(name.strip() for name in listed.split(",") if name.strip() not in ("", "-1"))
@@ -52,7 +50,7 @@ def visible(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _count() -> int:
-    """As torch counts them, which takes seconds to import: by the driver, and none where torch has no CUDA."""
+    """As torch, which takes seconds to import: by the driver, and none where torch has no CUDA."""
     installed = find_spec("torch")
     if installed is None or installed.origin is None:
         return 0
@@ -70,8 +68,7 @@ def _count() -> int:
 
 
 def place(demand: GpuDemand, gpus: Sequence[str]) -> Placement:
-    """Raises ConfigError if the GPUs are too few. Without GPUs nothing is placed, and lists are taken as they are,
-    since preflight refuses them."""
+    """Raises ConfigError if the GPUs are too few. Without GPUs lists are taken as they are: preflight refuses them."""
     count = demand.engines
     if not gpus:
         if demand.num_infer_gpus is not None:
@@ -116,7 +113,7 @@ def _places(demand: GpuDemand, num_visible: int) -> tuple[Sequence[int], Sequenc
 
 
 def divide(gpus: Sequence[str] | None, count: int) -> tuple[tuple[str, ...] | None, ...]:
-    """The GPUs of each of `count` engines, which share them if they are fewer. None if none are named."""
+    """The GPUs of each of `count` engines, which share them if they are fewer."""
     if gpus is None:
         return (None,) * count
     if len(gpus) < count:

@@ -1,8 +1,5 @@
-"""A configuration of `rl` as that of one more run in a mesh that runs: `rl @ rl.toml --mesh FOLDER --run-id NAME`.
-
-The orchestrator's section is used whole, the trainer's for adapter, optimizer, schedule and loss. The rest belongs to
-the mesh.
-"""
+"""`rl @ rl.toml --mesh FOLDER --run-id NAME`: of a configuration of `rl`, the orchestrator's section, and the trainer's
+adapter, optimizer, schedule and loss, for one more run in a mesh that runs."""
 
 from __future__ import annotations
 
@@ -23,15 +20,15 @@ _LORA = {"rank", "alpha", "dropout", "target_modules"}
 
 
 def has_sections(argv: Sequence[str]) -> bool:
-    """Whether a command line has a section of `rl`. Otherwise the keys are the orchestrator's own. Raises ConfigError
-    for a file that cannot be read."""
+    """Whether a command line has a section of `rl` rather than the orchestrator's own keys. Raises ConfigError for a
+    file that cannot be read."""
     files = [TomlFile((), name)() for before, name in pairwise(argv) if before == "@"]
     flags = {word.removeprefix("--").partition(".")[0] for word in argv if word.startswith("--") and "." in word}
     return any(set(COMPONENTS) & set(keys) for keys in (*files, flags))
 
 
 def joined(config: RLConfig) -> OrchestratorConfig:
-    """The orchestrator of a run in the mesh of a folder, `mesh`. Raises ConfigError for a run that cannot be one."""
+    """Raises ConfigError for a run that cannot be one of a mesh."""
     if not config.orchestrator.run_id:
         raise ConfigError("--mesh adds a run, but run_id is empty; name the run with --run-id")
     values = orchestrator_of(config.orchestrator).model_dump(exclude={"services"})
@@ -45,10 +42,7 @@ def joined(config: RLConfig) -> OrchestratorConfig:
 
 
 def as_run(lora: LoraConfig | None, optim: OptimConfig, scheduler: SchedulerConfig, loss: LossConfig) -> NewRunConfig:
-    """A run with these of a trainer's configuration; the rest is as in the mesh.
-
-    Raises ConfigError for a loss that the contract cannot name.
-    """
+    """The rest is as in the mesh. Raises ConfigError for a loss that the contract cannot name."""
     if loss.type == "custom" or loss.normaliser not in (None, NORMALISERS[loss.type]):
         key = "type" if loss.type == "custom" else "normaliser"
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The lock on a run's output folder: one `rl` at a time writes there; the error for a second one names the first."""
+"""The lock on a run's output folder: one `rl` at a time writes there; a second one's error names the first."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ class FolderInUseError(ConfigError):
 
 
 class FolderLock:
-    """Holds an output folder for a `with` block; makes one that is missing, and leaves none empty. The lock is the
-    kernel's (flock), so it ends with the last process that has the file open: rl, or the guardian of its programs."""
+    """Holds an output folder for a `with` block; makes one that is missing, and leaves none empty. The lock (flock)
+    ends with the last process that has the file open: rl, or the guardian of its programs."""
 
     def __init__(self, layout: Layout) -> None:
         self._folder, self._path = layout.output_dir, layout.lock
         self._made = False
         self.fd = -1
-        """The locked file, for another process that is to hold the lock as well."""
+        """For another process that is to hold the lock as well."""
 
     def __enter__(self) -> Self:
-        """Waits up to ENDING_S if the holder was killed and its programs are being ended. Raises FolderInUseError, or
-        ConfigError when the folder cannot be written or locked."""
+        """Waits up to ENDING_S while the programs of a killed holder end. Raises FolderInUseError, or ConfigError when
+        the folder cannot be written."""
         deadline_s = time.monotonic() + ENDING_S
         with writing_to(self._folder):
             while not self._try():
@@ -62,8 +62,8 @@ class FolderLock:
         self.fd = -1
 
     def _try(self) -> bool:
-        """Returns False if another process has the lock. Its last holder removes the file, and a folder that it made,
-        perhaps between any two of these lines."""
+        """False if another process has the lock. A last holder removes the file, and a folder that it made, perhaps
+        between any two of these lines."""
         while True:
             self._made = not self._folder.exists()
             try:

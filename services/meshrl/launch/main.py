@@ -1,4 +1,4 @@
-"""The `rl` program: one configuration becomes five running programs, watched until the run is over."""
+"""The `rl` program: starts the five programs of one configuration and watches them until the run is over."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _NAME = "rl"
 
 
 def write_configs(layout: Layout, configs: Mapping[str, BaseConfig]) -> None:
-    """Writes configurations by the names of their programs. Raises ConfigError when the folder cannot be used."""
+    """By the names of their programs. Raises ConfigError when the folder cannot be used."""
     with writing_to(layout.output_dir):
         for name, config in configs.items():
             dump_toml(config, layout.config(name))
@@ -61,8 +61,7 @@ def write_configs(layout: Layout, configs: Mapping[str, BaseConfig]) -> None:
 def programs(
     parts: Sequence[Part], layout: Layout, credentials: Mapping[str, Mapping[str, str]] | None = None
 ) -> list[Program]:
-    """Each part as a process that reads its own configuration file, with its credentials' variables. A restarted
-    trainer goes on from this run's newest checkpoint."""
+    """A restarted trainer goes on from this run's newest checkpoint."""
     began_s = time.time()
 
     def from_newest_checkpoint() -> list[str]:
@@ -91,7 +90,7 @@ def programs(
 
 
 def guests(layout: Layout, parts: Sequence[Part]) -> list[str]:
-    """The runs of others in this mesh at this moment, by the folders that their orchestrators write to."""
+    """The folders of others' runs in this mesh at this moment."""
     own = {part.config.output_dir.name for part in parts if isinstance(part.config, OrchestratorConfig)}
     found = [folder for folder in layout.output_dir.glob("run_*") if folder.name not in own]
     return sorted(folder.name for folder in found if RunFolder(folder).is_running())
@@ -107,8 +106,8 @@ def newest_checkpoint(output_dir: Path, *, since_s: float) -> int | None:
 
 
 def launch(config: RLConfig, start: Start) -> int:
-    """Starts a run and watches over it. Returns the exit code. Raises ConfigError, after which nothing runs and nothing
-    was written, and NodeLostError."""
+    """Returns the exit code. Raises ConfigError, after which nothing runs and nothing was written, and
+    NodeLostError."""
     layout = Layout(config.output_dir)
     resumes = config.trainer.ckpt is not None and config.trainer.ckpt.resume_step is not None
     used = holds_a_run(config.output_dir) and not (config.clean_output_dir or resumes)
@@ -174,9 +173,8 @@ def checked(
     folder_in_use: bool = False,
     is_new: bool = False,
 ) -> tuple[tuple[Part, ...], list[Finding], CheckBeside | None]:
-    """The parts of a run that can start, the findings, and the check of environments if it is left for later, which
-    needs a folder that `is_new`: what the first programs write there can be deleted again. Raises ConfigError with all
-    problems."""
+    """The parts of a run that can start, the findings, and the check of environments if it is left for later, for which
+    the folder must be new, so that its files can be deleted again. Raises ConfigError with all problems."""
     gpus = visible(os.environ)
     parts: tuple[Part, ...] = ()
     findings = []
@@ -277,7 +275,7 @@ def _supervise(
 
 
 def temporary_folders(parts: Sequence[Part]) -> list[Path]:
-    """Folders outside of output_dir in which killed programs leave files."""
+    """Outside of output_dir, where killed programs leave files."""
     folders = []
     for part in parts:
         if isinstance(part.config, TrainerConfig):
@@ -305,7 +303,7 @@ def _show(text: str) -> None:
 
 
 def main() -> None:
-    """Console script `rl`. With --mesh FOLDER it is the orchestrator of one more run in a mesh that runs."""
+    """With --mesh FOLDER it is the orchestrator of one more run in a mesh that runs."""
     code, start = 0, Start()
     try:
         if "--mesh" in sys.argv[1:] and not has_sections(sys.argv[1:]):

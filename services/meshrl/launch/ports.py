@@ -1,4 +1,4 @@
-"""Free ports for the servers of a run, kept from other runs on this machine for as long as the run lasts."""
+"""Free ports for the servers of a run, kept from other runs on this machine while it lasts."""
 
 from __future__ import annotations
 
@@ -11,22 +11,19 @@ from meshrl.core.config import ConfigError
 from meshrl.machine.ports import bound, port_of
 
 HOLDS = sys.platform == "linux"
-"""Only Linux lets a server listen on a port to which another socket is bound without listening."""
+"""Elsewhere no server may listen on a port to which another socket is bound."""
 
 
 class FreePorts:
-    """Free ports of this machine, each given once and held until `close`, or the end of a `with` block.
-
-    A held port is bound and does not listen: the kernel gives it only to a server that asks for it by number, also
-    after a restart.
-    """
+    """Each is given once and held until `close`: bound without listening, so that only a server that asks for it by
+    number gets it, also after a restart."""
 
     def __init__(self) -> None:
         self._given: set[int] = set()
         self._held: list[socket.socket] = []
 
     def __call__(self, host: str) -> int:
-        """A free port of `host`. Raises ConfigError when the host is not one of this machine."""
+        """Raises ConfigError when the host is not one of this machine."""
         while True:
             try:
                 probe = bound(host, shared=HOLDS)

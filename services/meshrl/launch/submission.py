@@ -17,12 +17,11 @@ from meshrl.launch.nodes.job import JobNode
 from meshrl.launch.nodes.spread import spread_over
 
 FIRST_PORT = 50051
-"""Of the addresses that a dry run shows; the job takes ports that are free on its nodes."""
+"""In a dry run; the job takes free ports of its nodes."""
 
 
 def submit_run(config: RLConfig, slurm: SlurmConfig) -> str:
-    """Writes the configuration and the batch script, and submits them unless `dry_run` is set. Returns a message for
-    the user. Raises ConfigError when something is wrong, or sbatch refuses."""
+    """Returns a message for the user. Raises ConfigError, also when sbatch refuses."""
     layout = Layout(config.output_dir)
     in_job = config.model_copy(update={"slurm": None, "dry_run": False, "clean_output_dir": False})
     # As it would be on nodes called node-0 and so on: raises ConfigError for what does not fit.

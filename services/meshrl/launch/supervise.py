@@ -1,4 +1,4 @@
-"""Starts the programs of a run, shows the orchestrator's log, and ends them all when one of them is done or dies."""
+"""Starts the programs of a run, shows the orchestrator's log, and ends all when one is done or dies."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from meshrl.launch.logtail import LogTail, last_lines
 
 RESTART_PAUSE_S = 0.5
 MAX_FAILED_STARTS = 3
-"""A program that ends so often in a row before it served is unable to start."""
+"""In a row, before it served: the program is unable to start."""
 KILL_WAIT_S = 2.0
 REMOVAL_WAIT_S = 30.0
 TAIL_POLL_S = 0.2
 READY_POLL_S = 0.1
 LOST_POLL_S = 5.0
-"""Seconds between looks at the run's folder, which is lost when two looks in a row find no file."""
+"""Between looks at the run's folder, which is lost when two in a row find no file."""
 WAIT_FOR_WORD = ("/bin/sh", "-c", 'read -r word && exec "$@" </dev/null', "sh")
-"""Becomes the command that follows once its stdin has a line; ends at end of file."""
+"""Becomes the command that follows once its stdin has a line."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """A program to start; the run is over when every `leader` has ended."""
+    """The run is over when every `leader` has ended."""
 
     name: str
     command: Sequence[str]
@@ -48,22 +48,22 @@ class Program:
     environ: Mapping[str, str] = field(default_factory=dict, repr=False)
     end_stage: int = 0
     leader: bool = False
-    """Its log is shown as well. A leader that fails does not end other leaders."""
+    """Its log is shown. If it fails, other leaders go on."""
 
     title: str = ""
     """Before each line of a leader's log that is shown."""
 
     restarts: int = 0
-    """Restarts when it dies, unless MAX_FAILED_STARTS in a row ended before it served."""
+    """When it dies, but for MAX_FAILED_STARTS."""
 
     resumed: Callable[[], Sequence[str]] = tuple
     """Further arguments of the command of a restart."""
 
     after: Sequence[str] = ()
-    """Programs that must serve before it starts; starts are in the order of the list."""
+    """Programs that must serve before it starts."""
 
     ends_on_usr1: bool = False
-    """Ends on USR1 instead of TERM: a step of a SLURM job, which srun kills on TERM."""
+    """Instead of TERM: a step of a SLURM job, which srun kills on TERM."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ class Grace:
     shutdown_s: float = 60.0
     failure_s: float = 4.0
     cause_s: float = 1.0
-    """After the leader failed: wait for another program to end, which may be the cause and is then named."""
+    """After the leader failed: the wait for another program's end, which may be the cause and is then named."""
 
 
 @dataclass(kw_only=True)
@@ -81,14 +81,14 @@ class _Child:
     log_start: int
     restarts_left: int
     ready: Path
-    """A file that it makes once it serves."""
+    """It makes this file once it serves."""
 
     failed_starts: int
     exited: asyncio.Task[int] | None = None
 
 
 class Supervisor:
-    """Runs programs until the leader is done, one dies, or a stop is requested. Nothing is left running after `run`.
+    """Nothing is left running after `run`.
 
     Each program has a session of its own, so that its children end with it. A guardian process ends them all if this
     process is killed, holds `lock_fd` until then, ends programs that left their session and removes the `temporary`
@@ -107,9 +107,8 @@ class Supervisor:
         guests: Callable[[], Sequence[str]] = lambda: (),
         check: Callable[[], Coroutine[None, None, bool]] | None = None,
     ) -> None:
-        """`landmarks` are in the run's folder from its beginning to its end: without any of them the run has failed.
-        `guests` are runs of others at this moment, for which the programs go on after the last leader. Leaders start
-        once `check` has returned True."""
+        """`landmarks` are files of the run's folder: without any of them the run has failed. `guests` are runs of
+        others, for which the programs go on after the last leader. Leaders start once `check` has returned True."""
         self._programs = programs
         self._landmarks, self._guests = landmarks, guests
         self._check, self._passed = check, check is None
@@ -127,8 +126,8 @@ class Supervisor:
         """Returns the exit code: 0 when the run is over or was stopped in order, BAD_CONFIGURATION when the check has
         returned False, else 1.
 
-        `lead` leads in place of a program, in this process: the run is over when it returns, with its exit code, and
-        its exceptions are raised. It is cancelled when a program dies, or on `stop` if it does not end by itself.
+        `lead` leads in place of a program, with its exit code and exceptions. It is cancelled when a program dies, or
+        on `stop` if it does not end by itself.
         """
         tails = [
             LogTail(program.log, partial(self._show_of, program.title)) for program in self._programs if program.leader
@@ -253,7 +252,7 @@ class Supervisor:
         return bool(self._landmarks) and all(map(is_gone, self._landmarks))
 
     async def _lose_folder(self) -> None:
-        """Returns once the run's folder is lost; a network file system may miss a file for a moment."""
+        """A network file system may miss a file for a moment."""
         missed = 0
         while missed < 2:
             await asyncio.sleep(LOST_POLL_S)
@@ -317,7 +316,7 @@ class Supervisor:
             await asyncio.sleep(LOST_POLL_S)
 
     def _ended(self) -> list[_Child]:
-        """A leader that is done comes first, a leader that failed (perhaps by others) last."""
+        """First a leader that is done, last one that failed, perhaps by others."""
 
         def order(child: _Child) -> int:
             return (2 if child.process.returncode else 0) if child.program.leader else 1
@@ -365,7 +364,7 @@ class Supervisor:
         return 1 if failed else 0
 
     async def _end(self, grace_s: float, *, in_stages: bool) -> set[str]:
-        """Asks every program to end and kills what does not. Returns the names of those killed."""
+        """Asks every program to end. Returns the names of those killed."""
         deadline = asyncio.get_running_loop().time() + grace_s
         stages = sorted({child.program.end_stage for child in self._children.values()}) if in_stages else [None]
         killed: set[str] = set()

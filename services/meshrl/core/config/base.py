@@ -1,4 +1,4 @@
-"""The base class of every configuration section, and the error for a configuration that cannot be used."""
+"""The base class of every configuration section, and the error for a wrong one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def collected(problems: list[str]) -> Iterator[None]:
 
 
 class BaseConfig(BaseModel):
-    """A section of the configuration: immutable, and an unknown key is an error."""
+    """Immutable; an unknown key is an error."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -39,19 +39,19 @@ class BaseConfig(BaseModel):
     )
 
     everyday_keys: ClassVar[Mapping[str, Sequence[str]]] = {}
-    """Titles of groups and their dotted keys for --help. Empty if it shows every key."""
+    """Groups of dotted keys for --help. Empty if it shows every key."""
 
     _notes: tuple[str, ...] = PrivateAttr(default=())
 
     _origin_of: Callable[[Path], str | None] | None = PrivateAttr(default=None)
 
     def origin_of(self, path: Path) -> str | None:
-        """The flag, variable, or file and line that gave a key. None for a configuration made otherwise."""
+        """The flag, variable, or file and line that gave a key."""
         return None if self._origin_of is None else self._origin_of(path)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes on how its keys were written, for the program's log."""
+        """On how its keys were written, for the program's log."""
         return self._notes
 
     def __eq__(self, other: object) -> bool:
@@ -59,8 +59,7 @@ class BaseConfig(BaseModel):
 
     @classmethod
     def hand_down(cls, layers: Sequence[Layer]) -> None:
-        """Copies shared keys of each layer to where they are used, before layers are merged. A class that composes
-        others overrides it."""
+        """Copies shared keys of each layer to where they are used, before layers are merged."""
 
     @classmethod
     def complete(cls, values: ReadTable) -> Table:
@@ -69,8 +68,7 @@ class BaseConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _complete_sections(cls, values: object) -> object:
-        """Completes sections that are given in part from their own default: with only `server.host` given, a default
-        port stays."""
+        """Completes a section from its own default: with only `server.host` given, a default port stays."""
         if not isinstance(values, Mapping):
             return values
         defaults = {

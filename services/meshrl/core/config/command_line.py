@@ -23,16 +23,15 @@ class _FileArgumentError(ConfigError):
 
 @dataclass(kw_only=True)
 class CommandLine:
-    """Files in order with the sections they fill, one layer of values above them, and the help that is asked for."""
+    """Files in order with the sections they fill, and one layer of values above them."""
 
     files: list[tuple[Path, str]] = field(default_factory=list)
     layer: Layer = field(default_factory=Layer)
     help: Literal["", "everyday", "every key"] = ""
     dry_run: bool = False
-    """For a program without such a key: show the resulting configuration and end."""
+    """Of a program without such a key: show the configuration and end."""
 
     problems: list[str] = field(default_factory=list)
-    """One line each."""
 
     meant: list[Path] = field(default_factory=list)
     """Keys that unknown options may have meant."""
@@ -42,7 +41,7 @@ class CommandLine:
 
 
 def parse_command_line(spellings: Spellings, argv: Sequence[str]) -> CommandLine:
-    """Wrong arguments are its `problems`. A flag in another's spelling stays under it in the layer."""
+    """A flag in another's spelling stays under it in the layer."""
     line, rest = CommandLine(), list(argv)
     while rest:
         try:

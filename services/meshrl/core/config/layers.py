@@ -1,4 +1,4 @@
-"""A layer: the keys set by one place (a file, the environment, the command line)."""
+"""The keys set by a file, the environment or the command line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Layer:
     given: dict[Path, Given] = field(default_factory=dict)
 
     def put(self, path: Path, value: object, origin: str) -> None:
-        """Sets a key, or a table key by key, in place of the layer's earlier value."""
+        """Sets a key, or a table key by key."""
         self.given = {place: given for place, given in self.given.items() if not _starts(place, path)}
         self.lay({place: Given(plain, origin) for place, plain in leaves(path, value)})
 
@@ -41,7 +41,7 @@ class Layer:
         return value == {} or (value == [] and part.isdecimal())
 
     def taken(self, path: Path, value: object) -> Path | None:
-        """The place at which the layer sets the key, a section above or a key below it. None if it is free."""
+        """The place at which the layer sets the key, a section above or a key below it."""
         if path in self.given:
             return path
         return next(
@@ -55,7 +55,7 @@ class Layer:
         )
 
     def offer(self, path: Path, part: Mapping[Path, Given]) -> None:
-        """Sets keys below `path`, except those that the layer sets itself."""
+        """Sets keys below `path` that the layer does not set itself."""
         free = {
             (*path, *rest): given for rest, given in part.items() if self.taken((*path, *rest), given.value) is None
         }
@@ -65,7 +65,7 @@ class Layer:
         return {place[len(path) :]: given for place, given in self.given.items() if _starts(place, path)}
 
     def origin_of(self, path: Path) -> str | None:
-        """The origin of what is given at a key, below it or else above it. None for nothing."""
+        """Of what is given at a key, below it or else above it."""
         below = (origin for place, (_, origin) in self.given.items() if _starts(place, path))
         above = (origin for place, (value, origin) in self.given.items() if _starts(path, place) and value != {})
         return next(chain(below, above), None)
@@ -76,7 +76,7 @@ def _starts(path: Path, start: Path) -> bool:
 
 
 def leaves(path: Path, value: object) -> Iterator[tuple[Path, object]]:
-    """The plain values of the table, list or value at `path`, each with its place."""
+    """The plain values at and below `path`, each with its place."""
     if isinstance(value, list):
         yield path, []
         value = {str(place): item for place, item in enumerate(value)}

@@ -34,8 +34,8 @@ def load_config(
 ) -> Config:
     """The configuration that the command line asks for; `argv` is without the program's name, None takes sys.argv.
 
-    `instead` runs in place of the program, given the configuration and whether this is a dry run: it returns a message,
-    and the process ends with code 0; None lets the program run. `spellings` are taken beside the configuration's own.
+    `instead` gets the configuration and whether this is a dry run. It returns a message that ends the process with code
+    0, or None to let the program run. `spellings` are taken beside the configuration's own.
 
     Ends the process with code 0 after --help, with code 2 and one message on stderr when the configuration is wrong.
     """
@@ -64,11 +64,8 @@ def load_config(
 def build_config(
     cls: type[Config], line: CommandLine, environ: Mapping[str, str], spellings: Spellings
 ) -> tuple[Config, list[str]]:
-    """The configuration and warnings about variables. Raises ConfigError with all problems, one a line.
-
-    Keys that an unknown key may have meant are not reported as missing. Where a file could not be read, values are not
-    validated.
-    """
+    """The configuration and warnings about variables. Raises ConfigError with all problems, one a line; values are not
+    validated where a file could not be read."""
     problems, meant = list(line.problems), list(line.meant)
     notes: list[str] = []
     environment, warnings = Variables(environ).layer(spellings, problems)

@@ -1,4 +1,4 @@
-"""Turns the errors of validation into one message: expected value, actual value and remedy of each."""
+"""Turns the errors of validation into one message."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ Origin = Callable[[Path], str | None]
 
 
 def explain(root: Kind, error: ValidationError, origin_of: Origin, missing: Sequence[Path] = ()) -> list[str]:
-    """All problems, a line each, in validation's order. Those about one of the `missing` keys, which were given under
-    unknown names, are left out."""
+    """A line each, in validation's order, but for those about the `missing` keys, given under unknown names."""
     seen: set[Path] = set()
     texts: list[str] = []
     for problem in error.errors(include_url=False):
@@ -36,7 +35,7 @@ def explain(root: Kind, error: ValidationError, origin_of: Origin, missing: Sequ
 
 
 def _is_about(line: str, path: Path, key: Path) -> bool:
-    """Whether a problem at a path is that of a key, of one below it, or of a section whose sentence names the key."""
+    """Whether it is at the key, below it, or of a section whose sentence names the key."""
     if path[: len(key)] == key:
         return True
     names = (".".join(key), ".".join(key[len(path) :]))

@@ -1,4 +1,4 @@
-"""What a configuration class accepts at each key, read from the class itself."""
+"""The keys of a configuration class, and what each accepts."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from pydantic.fields import FieldInfo
 Section = type[BaseModel]
 Path = tuple[str, ...]
 Table = dict[str, Any]
-"""Keys and values as a file or a command line gives them."""
+"""As a file or a command line gives it."""
 ReadTable = Mapping[str, Any]
 
 SECTION = "MESHRL_SECTION"
-"""Set by rl: the name of the program, which begins with the section of its keys, as in inference_2."""
+"""Set by rl: the program's name, which begins with the section of its keys, as in inference_2."""
 
 LISTED_KEYS = 16
-"""Most keys of a section that a message lists."""
+"""Most in a message."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Kind:
     value: Kind | None = None
 
     def step(self, part: str) -> tuple[str, Kind] | None:
-        """The key or place named by `part` below this one, with its kind. None when there is none."""
+        """The key or place named by `part` below this one, with its kind."""
         if self.section is not None:
             return _keys_of(self.section).get(part.replace("-", "_"))
         if self.item is not None:
@@ -91,11 +91,9 @@ def every_key(section: Section, prefix: Path = ()) -> Iterator[Path]:
 
 
 def nearest(section: Section, key: str, prefix: Path = (), below: Path = ()) -> Path | None:
-    """The path of the key most like the unknown `key`, which was followed by `below`.
-
-    It is `below` under a key like it, else `below` alone, as for --trainer.optim.lr of the program `trainer`, else a
-    key like it among its siblings or below them. None if no key is alike.
-    """
+    """The path of the key most like the unknown `key`, which was followed by `below`: `below` under a key like it, else
+    `below` alone, as for --trainer.optim.lr of the program `trainer`, else a key like it among its siblings or below
+    them."""
     close = _most_like(section, key.replace("-", "_"))
     if below:
         under = None if close is None else (*close, *below)
@@ -139,8 +137,7 @@ def flag_of(path: Path) -> str:
 
 
 def flag(key: str, *, off: bool = False, environ: Mapping[str, str] | None = None) -> str:
-    """The flag to advise for a program's own key, such as `server.insecure`; in a program that rl started, rl's flag.
-    `off` turns the key off."""
+    """The flag to advise for a program's own key, such as `server.insecure`; in a program that rl started, rl's."""
     section = (os.environ if environ is None else environ).get(SECTION, "").partition("_")[0]
     name = flag_of(tuple(filter(None, (section, key)))).removeprefix("--")
     return f"--{'no-' if off else ''}{name}"

@@ -20,10 +20,10 @@ from meshrl.core.config.values import decode
 LOG_LEVEL = "PRIME_LOG_LEVEL"
 
 OTHER_TOOLS = frozenset({"PRIME_API_KEY", LOG_LEVEL})
-"""Variables of other tools whose names are keys here too."""
+"""Their names are keys here too."""
 
 _ENDS = ("]", "}", '"""', "'''")
-"""Ends of the last line of a value over several lines."""
+"""Of a value over several lines."""
 
 
 class Settings(BaseSettings):
@@ -33,8 +33,7 @@ class Settings(BaseSettings):
 
 
 class TomlFile(TomlConfigSettingsSource):
-    """A TOML file for a section, with each value's line. Raises ConfigError for one that is missing, unreadable or not
-    TOML."""
+    """A TOML file for a section, with each value's line. Raises ConfigError for one that cannot be read."""
 
     def __init__(self, section: Path, file: str) -> None:
         self._section = section
@@ -71,10 +70,8 @@ class TomlFile(TomlConfigSettingsSource):
 
 
 def key_lines(text: str) -> dict[Path, int]:
-    """The line, from 1, on which each key and table of a valid TOML text is set; entries of lists by their places.
-
-    Keys of an inline table and items of a list have the line of the key whose value they are.
-    """
+    """The line, from 1, of each key and table of a valid TOML text. Keys of an inline table and items of a list have
+    the line of their holder."""
     lines: dict[Path, int] = {}
     table = Path()
     entries: Counter[Path] = Counter()
@@ -111,8 +108,7 @@ def line_of(path: Path, lines: dict[Path, int]) -> int:
 
 
 class Variables(EnvSettingsSource):
-    """The PRIME_ variables of an environment. Beyond its base it knows places of lists, lists with commas and older
-    spellings, and reports all wrong ones."""
+    """The PRIME_ variables of an environment, also with places of lists, lists with commas and older spellings."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
@@ -122,8 +118,8 @@ class Variables(EnvSettingsSource):
         return self._environ
 
     def layer(self, spellings: Spellings, problems: list[str]) -> tuple[Layer, list[str]]:
-        """The layer and warnings. An unknown name is a warning only if it begins with a known section. Unreadable
-        values are added to the `problems`."""
+        """The layer and warnings, of unknown names that begin with a known section. Unreadable values are added to the
+        `problems`."""
         layer, warnings = Layer(), []
         level = self._environ.get(LOG_LEVEL)
         if level and spellings.root.step("log") is not None:

@@ -31,13 +31,13 @@ class UnknownKeyError(ConfigError):
 
 
 class Spellings:
-    """The spellings of a configuration's own keys. A subclass adds others, such as those of another launcher."""
+    """Of a configuration's own keys; a subclass adds others."""
 
     def __init__(self, root: Kind) -> None:
         self.root = root
 
     def find(self, written: Path) -> tuple[Path, Kind]:
-        """The path that a flag or variable names; another's spelling stays as written. Raises UnknownKeyError."""
+        """Another's spelling stays as written. Raises UnknownKeyError."""
         meant = self.meant(written)
         if meant is not None:
             return written, meant
@@ -54,6 +54,6 @@ class Spellings:
         return None
 
     def apply(self, layer: Layer) -> tuple[list[str], list[str]]:
-        """Moves values under others' spellings to keys of this configuration, before layers are merged. Returns notes
-        and problems."""
+        """Moves values under others' spellings to present keys, before layers are merged. Returns notes and
+        problems."""
         return [], []

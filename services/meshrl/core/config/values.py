@@ -1,4 +1,4 @@
-"""Reads values by what the configuration's keys accept: the text of flags and variables, and layers as one table."""
+"""Reads the text of flags and variables by what keys accept, and layers as one table."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ _UNKNOWN = Kind(annotation=None)
 
 
 def decode(kind: Kind, text: str, origin: str) -> Any:
-    """Reads the text of a flag or variable; plain values stay text. Raises ConfigError, naming the `origin`, for JSON
-    that does not parse."""
+    """Plain values stay text. Raises ConfigError, naming the `origin`, for JSON that does not parse."""
     stripped = text.strip()
     if text == NONE and kind.nullable:
         return None
@@ -47,10 +46,7 @@ def decode(kind: Kind, text: str, origin: str) -> Any:
 
 def in_present_words(root: Kind, layer: Layer) -> tuple[Layer, list[ConfigError]]:
     """The layer with every key under its name, None for "None", and {} or None for a boolean that switches an optional
-    section; and problems: unknown keys, and spellings of one key that disagree.
-
-    The value of an unknown key is left out; the section that it is in stays.
-    """
+    section; and problems: spellings of one key that disagree, and unknown keys, whose values are left out."""
     present = Layer()
     problems: dict[Path, ConfigError] = {}
     for written, (value, origin) in layer.given.items():
@@ -89,8 +85,7 @@ def _named(root: Kind, written: Path, layer: Layer, origin: str) -> tuple[Path, 
 
 
 def as_table(kind: Kind, given: Mapping[Path, Given], path: Path = ()) -> Any:
-    """The value of the key at `path` from all that is given at and below it. Raises ConfigError for a list with
-    gaps."""
+    """The value of the key at `path`. Raises ConfigError for a list with gaps."""
     here = given[()].value if () in given else None
     below: dict[str, dict[Path, Given]] = {}
     for place, each in given.items():

@@ -1,7 +1,6 @@
 """TLS for an engine's HTTP server and its clients, from the same credential files as gRPC's.
 
-An engine is known by its certificate, which names its host and, by the run's authority, its role; a caller by the API
-key.
+An engine is known by its certificate, of its host and its role in the run; a caller by the API key.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ from meshrl.client.trust import Role
 from meshrl.core.config.base import ConfigError
 
 LOOK_S = 1.0
-"""Seconds between looks whether the server's certificate has been renewed."""
+"""Between looks at the server's certificate."""
 
 
 def scheme(environ: Mapping[str, str] = os.environ) -> str:
-    """`https` where an engine of this process serves with a certificate, else `http`."""
+    """Of an engine of this process."""
     return "https" if CredentialFiles.from_environ(environ).cert is not None else "http"
 
 
 def client_context(environ: Mapping[str, str] = os.environ) -> ssl.SSLContext | None:
     """Verifies engines by the run's authority and those of the system; a member of a run must be an agent that is not
-    revoked. None if no authority is named. Raises ConfigError for an unreadable one."""
+    revoked. None without an authority. Raises ConfigError for an unreadable one."""
     files = CredentialFiles.from_environ(environ)
     if files.ca is None:
         return None
@@ -50,7 +49,7 @@ _Tls = TypeVar("_Tls", ssl.SSLObject, ssl.SSLSocket)
 
 
 def _checked(base: type[_Tls], revocations: Revocations | None) -> type[_Tls]:
-    """A connection that also checks which member of the run its server is."""
+    """Also checks which member of the run the server is."""
 
     class Checked(base):  # type: ignore[misc, valid-type]  # one of two classes of ssl
         def do_handshake(self, *arguments: Any) -> None:

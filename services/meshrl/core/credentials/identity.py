@@ -1,4 +1,4 @@
-"""Finds the credentials that a program shows to others, and renews its certificate; mains are wrapped by `as_member`.
+"""Finds a program's credentials, and renews its certificate; mains are wrapped by `as_member`.
 
 Credentials are those of `tls.*` and the MESHRL_TLS_ variables, else a certificate that the program issues itself by the
 run's authority in output_dir (`meshrl run init`), else none. They are put into the MESHRL_TLS_ variables, which
@@ -40,16 +40,16 @@ if TYPE_CHECKING:  # takes long to import
     from meshrl.core.telemetry.tracing import Tracing
 
 LOOK_S = 1.0
-"""Seconds between looks at revocations and at whether the certificate is due."""
+"""Between looks at revocations and at the certificate."""
 
 RETRY_S = 30.0
 
 
 def identify(tls: TlsConfig, output_dir: Path, role: Role, name: str, hosts: Sequence[str] = ()) -> Authority | None:
-    """Chooses this process's credentials; returns the run's authority where this host has it and uses it.
+    """Chooses this process's credentials; returns the run's authority where it uses that.
 
-    `hosts` are named in a server's certificate beside those of this host. Raises ConfigError for files that are
-    missing, unreadable or do not go together.
+    `hosts` are named in a server's certificate beside those of this host. Raises ConfigError for files that cannot be
+    used.
     """
     given = tls.files()
     os.environ.update(given.variables())
@@ -79,7 +79,7 @@ def identify(tls: TlsConfig, output_dir: Path, role: Role, name: str, hosts: Seq
 async def kept_valid(
     authority: Authority | None, role: Role, name: str, hosts: Sequence[str] = ()
 ) -> AsyncIterator[None]:
-    """Renews this program's certificate in time, and keeps its list of revocations up to date."""
+    """Renews this program's certificate, and its list of revocations."""
     files = CredentialFiles.from_environ(os.environ)
     if files.cert is None:
         yield
@@ -146,8 +146,8 @@ _Serve = Callable[[MemberT, asyncio.Event, "Tracing"], Coroutine[None, None, int
 def as_member(
     role: Role, serve: _Serve[MemberT], *, hosts: Callable[[MemberT], Sequence[str]] = lambda config: ()
 ) -> _Serve[MemberT]:
-    """Wraps `serve` with the program's credentials, kept valid while it runs. `hosts` gives further names at which
-    others call and verify the program."""
+    """Wraps `serve` with credentials that are kept valid. `hosts` gives further names at which others call the
+    program."""
 
     async def serve_as_member(config: MemberT, stop: asyncio.Event, tracing: Tracing) -> int:
         port = config.server.port if config.server is not None else 0

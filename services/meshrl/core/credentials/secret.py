@@ -1,4 +1,4 @@
-"""Secrets of a program: set in its configuration, or read from a file or an environment variable."""
+"""Secrets of a configuration, a file or an environment variable."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from meshrl.core.config.base import ConfigError
 
 OTHERS_MAY_READ = 0o077
 ADMIN_KEY = "MESHRL_ADMIN_KEY"
-"""Variable with the key for an engine's admin routes, where the others need none."""
+"""Variable with the key for an engine's admin routes, if others need none."""
 
 
 def read_secret(
     key: str, given: SecretStr | None, *, file: Path | None, variable: str, environ: Mapping[str, str]
 ) -> str | None:
-    """The secret of key `key`: its own value, else that of `<key>_file`, else of the variable; None without one.
+    """The key's own value, else that of `<key>_file`, else of the variable.
 
     Raises ConfigError, without the secret, for one that no HTTP header can carry and for an unreadable file.
     """

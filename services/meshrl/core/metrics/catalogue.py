@@ -19,7 +19,7 @@ class Source(enum.Enum):
 
 
 class UndeclaredMetricError(Exception):
-    """A program fills a name that is not declared, or is another's; the message names the place to declare it."""
+    """A program fills a name that is not declared, or is another's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class Metric:
 
 
 class Catalogue:
-    """Raises ValueError for two declarations of one name, or two sources of one record's name."""
+    """Raises ValueError for a name declared twice, or filled by orchestrator and trainer."""
 
     def __init__(self, metrics: Iterable[Metric]) -> None:
         self.metrics = tuple(metrics)
@@ -77,7 +77,7 @@ class Catalogue:
         return next((metric for pattern, _, metric in self._patterns if pattern.fullmatch(name)), None)
 
     def parts(self, name: str) -> tuple[Metric, dict[str, str]] | None:
-        """A name's declaration, its placeholders' values, and its statistic. None without a declaration."""
+        """A name's declaration, with its placeholders' values and statistic."""
         if (metric := self._exact.get(name)) is not None:
             statistic = name.removeprefix(metric.name).removeprefix("/")
             return metric, {"statistic": statistic} if statistic else {}
@@ -87,7 +87,7 @@ class Catalogue:
         return None
 
     def record(self, source: Source, values: Mapping[str, float]) -> dict[str, float]:
-        """Raises UndeclaredMetricError for a name that is not declared to be filled by `source`."""
+        """Raises UndeclaredMetricError."""
         for name in values:
             metric = self.find(name)
             if source is Source.TRAINER:

@@ -11,10 +11,10 @@ from meshrl.core.credentials.https import client_context
 
 
 def ask_blocking(url: str, *, body: object = None, api_key: str | None = None, deadline_s: float) -> tuple[int, object]:
-    """The status of an answer and its `parsed` body. A `body` is posted as JSON; without one it is a GET.
+    """Status and `parsed` body of the answer. A `body` is posted as JSON; without one it is a GET.
 
-    Engines are verified as by `client_context`, and asked directly, whatever proxy the environment names. Raises
-    OSError where no whole answer comes, and ConfigError for an unreadable authority.
+    Engines are verified by `client_context`, and asked without a proxy. Raises OSError where no whole answer comes, and
+    ConfigError for an unreadable authority.
     """
     headers = {"Content-Type": "application/json"}
     if api_key is not None:
@@ -43,6 +43,6 @@ def parsed(raw: bytes) -> object:
 
 
 def error_text(answer: object) -> str:
-    """The message of an error answer, in OpenAI's form or any other; at most 300 characters."""
+    """The message, in OpenAI's form or any other; at most 300 characters."""
     error = answer.get("error", answer) if isinstance(answer, dict) else answer
     return str(error.get("message", error) if isinstance(error, dict) else error)[:300]

@@ -1,4 +1,4 @@
-"""Asks engines over HTTP: the connections of every program that does, and the answer of one call."""
+"""Asks engines over HTTP."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ def engine_session(
 ) -> aiohttp.ClientSession:
     """Connections to engines, at most `limit` at once (0: any number), on which each call shows the key.
 
-    Engines are verified as by `client_context`, and asked directly, whatever proxy the environment names. Raises
-    ConfigError for an unreadable authority.
+    Engines are verified by `client_context`, and asked without a proxy. Raises ConfigError for an unreadable authority.
     """
     return aiohttp.ClientSession(
         headers={"Authorization": f"Bearer {api_key}"} if api_key else {},

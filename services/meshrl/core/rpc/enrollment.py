@@ -66,8 +66,8 @@ class EnrollmentServicer(identity_pb2_grpc.EnrollmentServiceServicer):
 
 
 async def open_entry(servicer: EnrollmentServicer, host: str, port: int) -> tuple[GrpcServer, int]:
-    """Starts the server at which hosts join. Returns it with its port. Raises ConfigError if this process has no
-    certificate, or the port cannot be bound."""
+    """Starts the server at which hosts join. Raises ConfigError without a certificate, or if the port cannot be
+    bound."""
     files = CredentialFiles.from_environ(os.environ)
     if files.cert is None or files.key is None:
         raise ConfigError(

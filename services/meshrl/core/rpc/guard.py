@@ -1,4 +1,4 @@
-"""Authenticates each call by certificate or token, and decides whether the caller's role may make it (`roles`)."""
+"""Authenticates each call by certificate or token, and refuses those of other roles (`roles`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from meshrl.core.rpc.roles import ROLES_OF
 from meshrl.wire.errors import MeshError, Reason
 
 FRESH_S = 1.0
-"""For how long what was read of the trust file counts."""
+"""For how long a read of the trust file counts."""
 
 UNKNOWN_FRESH_S = 0.2
 _MEMBER = re.compile(r"spiffe://meshrl/(?P<run>[^/]+)/(?P<role>[^/]+)/(?P<name>[^/]+)")
@@ -30,8 +30,8 @@ ALL = Scope()
 
 @dataclass(frozen=True, kw_only=True)
 class Caller:
-    """A member by certificate, or the holder of a token. `expires_s` in seconds of the epoch. `account` is the id of
-    the token that it holds or joined by, and `scope` what that one is good for."""
+    """A member by certificate, or the holder of a token. `expires_s` in seconds of the epoch. `account` and `scope` are
+    the id and the scope of the token that it holds or joined by."""
 
     role: Role
     name: str
@@ -45,7 +45,7 @@ class Caller:
 
 
 CALLER: ContextVar[Caller | None] = ContextVar("CALLER", default=None)
-"""Who has made the call that is being served. None if everybody is let in."""
+"""Of the call that is being served. None if everybody is let in."""
 
 
 class Guard:
@@ -57,8 +57,7 @@ class Guard:
         self._read_at_s = time.monotonic()
 
     def admit(self, method: str, context: grpc.aio.ServicerContext) -> Caller:
-        """The caller of `method` ("package.Service/Method"). Raises UNAUTHENTICATED where it is unknown or no longer
-        counts, and PERMISSION_DENIED if its role may not."""
+        """The caller of `method` ("package.Service/Method"). Raises UNAUTHENTICATED and PERMISSION_DENIED."""
         caller = member(certificate_of(context)) if self._mutual else self._by_token(context)
         why = self.why_not(caller)
         if why is not None:
@@ -79,8 +78,8 @@ class Guard:
         return caller
 
     def why_not(self, caller: Caller, *, standing: bool = False) -> MeshError | None:
-        """Why a caller does not count, or no longer does. None when it does. Only a revocation ends a `standing` call,
-        whose caller may have renewed its credential meanwhile."""
+        """Why a caller does not count. Only a revocation ends a `standing` call, whose caller may have renewed its
+        credential meanwhile."""
         trust, now_s = self._now(known=True), time.time()
         if caller.token is not None:
             problem = trust.why_not(*caller.token, now_s)
@@ -97,7 +96,7 @@ class Guard:
         return MeshError(Reason.UNAUTHENTICATED, f"{what} {problem}; {remedy}")
 
     def _now(self, *, known: bool) -> Trust:
-        """The trust file. For a token that it did not know a moment ago, it is read again sooner."""
+        """The trust file, read again sooner for a token that it did not know."""
         age_s = time.monotonic() - self._read_at_s
         if self._file is not None and age_s > (FRESH_S if known else UNKNOWN_FRESH_S):
             try:
@@ -152,7 +151,7 @@ def member(pem: bytes) -> Caller:
 
 
 def guard_of(credentials: Credentials) -> Guard | None:
-    """None if the credentials hold nothing to know callers by. Raises CredentialError."""
+    """None if the credentials know no callers. Raises CredentialError."""
     if not isinstance(credentials, FileCredentials) or not credentials.asks:
         return None
     files = credentials.files

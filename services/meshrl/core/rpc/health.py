@@ -1,7 +1,6 @@
-"""The standard gRPC health service of every server of the mesh, with a status for each service that it hosts.
+"""The standard gRPC health service, with a status for each service.
 
-The servicer of the grpc_health package is not used: in it, a watcher that leaves makes all others of the same service
-deaf.
+In the servicer of the grpc_health package a watcher that leaves makes all others of the same service deaf.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The server interceptor around every call: access, errors, trace context, calls in flight, refusal in a drain."""
+"""The server interceptor around every call: access, errors, trace context, refusal in a drain."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from meshrl.wire.validate import check
 # Spans of calls under these prefixes would say nothing: they last as long as their caller, or are made every second.
 _UNTRACED = ("Watch", "Session", "Attach", "Get", "List")
 _OVER = (grpc.aio.AbortError, grpc.aio.InternalError)
-"""The servicer has answered already. Nothing can be sent, since the caller has left. gRPC itself deals with both."""
+"""The servicer has answered already, or the caller has left. gRPC itself deals with both."""
 _PUSHBACK_KEY = "grpc-retry-pushback-ms"
 _STOP_UPLOAD_S = 5.0
 
@@ -45,8 +45,7 @@ class _Method:
     async def request(
         self, received: AsyncIterator[bytes], context: grpc.aio.ServicerContext, caller: Caller | None
     ) -> object:
-        """The one message, or an iterator over all of them. Raises INVALID_REQUEST if the one message is missing,
-        PERMISSION_DENIED for runs beyond the caller's."""
+        """The one message, or an iterator over all of them. Raises as `parse`, and INVALID_REQUEST without the one."""
         if self.takes_stream:
             return _ParsedRequests(self, received, caller)
         data = await context.read()
@@ -55,8 +54,8 @@ class _Method:
         return self.parse(data, caller)
 
     def parse(self, data: bytes, caller: Caller | None) -> object:
-        """Raises INVALID_REQUEST for bytes that are none of this method or break its schema, PERMISSION_DENIED for
-        another run than the caller's."""
+        """Raises INVALID_REQUEST for bytes that break the schema, PERMISSION_DENIED for another run than the
+        caller's."""
         try:
             message = self.deserialize(data)
             if caller is not None and caller.scope.runs:
@@ -81,8 +80,8 @@ class _ParsedRequests:
 
 
 async def _stop_upload(request: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
-    """Has the sender of an upload stop, and takes in what is under way until it does: an answer sent into a running
-    upload may get lost at the sender, see `ServiceClient._upload`."""
+    """Has the sender of an upload stop, and reads until it does: an answer sent into a running upload may get lost, see
+    `ServiceClient._upload`."""
     await context.send_initial_metadata(((CONTRACT_KEY, CONTRACT_VERSION),))
     with suppress(TimeoutError, grpc.aio.InternalError):  # a sender that goes on or has left: answer all the same
         async with asyncio.timeout(_STOP_UPLOAD_S):
@@ -91,12 +90,11 @@ async def _stop_upload(request: AsyncIterator[bytes], context: grpc.aio.Servicer
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
-    """Wraps the handlers of all services, of all four kinds.
+    """A servicer's MeshError becomes its gRPC status with details; any other exception is logged and becomes INTERNAL.
 
-    A servicer's MeshError becomes its gRPC status with details; any other exception is logged and becomes INTERNAL.
-    Requests are read and parsed here, since gRPC answers UNKNOWN with a traceback for bytes that are no message, and
-    never answers a call without its message. Services whose name starts with "meshrl." are also counted, refused in a
-    drain and guarded, with the caller's trace context current inside the servicer.
+    Requests are parsed here, since gRPC answers UNKNOWN with a traceback for bytes that are no message, and never
+    answers a call without its message. Services of meshrl are also counted, refused in a drain and guarded, with the
+    caller's trace context current inside the servicer.
     """
 
     def __init__(self, tracer: trace.Tracer, guard: Guard | None = None) -> None:
@@ -118,14 +116,14 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
         return await self._in_flight.idle_within(deadline_s)
 
     async def cut_off(self, why: str, deadline_s: float) -> None:
-        """Ends the calls in service with a reason for their callers. Waits until it has been sent."""
+        """Ends the calls in service, and waits until their callers have been sent why."""
         self._cut_off_why = why
         for task in self._tasks:
             task.cancel()
         await self.wait_idle(deadline_s)
 
     def shut_out(self) -> None:
-        """Ends the calls of callers whose credentials have been revoked."""
+        """Ends the calls of revoked callers."""
         for task, caller in list(self._callers.items()):
             why = (
                 self._guard.why_not(caller, standing=True)
@@ -142,7 +140,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
 
     @contextmanager
     def _sending_from(self) -> Iterator[None]:
-        """Surrounds the sending of a stream's message. Raises the reason if the caller has been shut out meanwhile."""
+        """Around the sending of a stream's message. Raises the reason if the caller was shut out meanwhile."""
         task = asyncio.current_task()
         assert task is not None  # gRPC runs each call in one
         self._sending.add(task)
@@ -261,7 +259,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
             self._shut_out.pop(task, None)
 
     def _start_span(self, context: grpc.aio.ServicerContext, method: str) -> trace.Span:
-        """Makes the span current. Nothing need be undone, as each call is a task."""
+        """Makes the span current for the call's task."""
         remote = None
         for key, value in context.invocation_metadata() or ():
             if key == TRACEPARENT and isinstance(value, str):

@@ -21,8 +21,8 @@ class Paged(Protocol):
 def page_of(request: Paged, entries: Sequence[Entry], key: Callable[[Entry], str]) -> tuple[Sequence[Entry], str]:
     """The page that a request asks for, and the token of the next one; empty on the last.
 
-    A token stands for the `key` of the last entry before its page, which its caller may not be allowed to know. A
-    page_size of 0 is all that is left. Raises INVALID_REQUEST for a token whose entry is gone.
+    A token stands for the `key` of the last entry before its page, and hides it. A page_size of 0 is all that is left.
+    Raises INVALID_REQUEST for a token whose entry is gone.
     """
     first = 0
     if request.page_token:

@@ -1,8 +1,5 @@
-"""Server reflection: lists for tools such as `buf curl` and `grpcurl` the services and messages of the server.
-
-Offered as grpc.reflection.v1, and with the same messages as v1alpha, which older tools know and for which alone the
-library has code.
-"""
+"""Server reflection for tools such as `buf curl` and `grpcurl`, as grpc.reflection.v1 and, with the same messages,
+v1alpha, which older tools know and for which alone the library has code."""
 
 from __future__ import annotations
 
@@ -18,8 +15,7 @@ V1 = V1ALPHA.replace("v1alpha", "v1")
 
 
 def add_reflection(services: Sequence[str], server: grpc.aio.Server) -> None:
-    """Adds reflection of `services` (full names) and of itself to a server that has not started yet, with the
-    google.rpc types of error details."""
+    """Of `services` (full names) and of itself; before the server starts."""
     describe_v1()
     servicer = aio.ReflectionServicer((*services, V1, V1ALPHA))
     handler = grpc.stream_stream_rpc_method_handler(

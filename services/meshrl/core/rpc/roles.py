@@ -1,8 +1,8 @@
-"""Which role may call which RPC, and which runs a caller may name in it: both are read from proto/.
+"""Which role may call which RPC, and which runs a caller may name in it, by proto/.
 
 The option `allowed_roles` lists the roles of each RPC; one without it admits no member. Health and reflection are open.
-A request names runs in its fields `run_id`, also those of messages inside it. A credential without patterns of runs may
-name any; otherwise lists in answers hold only the entries of runs that its patterns fit.
+A request names runs in its fields `run_id`, also those of messages inside it. Lists in answers to a credential with
+patterns of runs hold only the entries of those runs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ METHODS: Mapping[str, MethodDescriptor] = {
 """RPCs by "package.Service/Method"."""
 
 OWN_WHERE_EMPTY = frozenset({"spec.start_from.run_id"})
-"""Fields in which an empty text is the run named elsewhere in the request."""
+"""An empty text is the run named elsewhere in the request."""
 
 
 def _allowed(method: MethodDescriptor) -> frozenset[Role]:
@@ -63,17 +63,16 @@ def _lists(message: Descriptor, above: tuple[Descriptor, ...] = ()) -> Iterator[
 
 ROLES_OF: Mapping[str, frozenset[Role]] = {name: _allowed(method) for name, method in METHODS.items()}
 PATHS_OF: Mapping[str, tuple[str, ...]] = {name: tuple(_paths(method.input_type)) for name, method in METHODS.items()}
-"""Where a request of each RPC names a run."""
+"""Where a request names a run."""
 
 LISTS_OF: Mapping[str, tuple[tuple[str, ...], ...]] = {
     name: tuple(_lists(method.output_type)) for name, method in METHODS.items()
 }
-"""The fields that lead to each list of an answer whose entries name a run."""
+"""The ways to each list of an answer whose entries name a run."""
 
 
 def check_runs(caller: object, patterns: Sequence[str], method: str, request: object) -> None:
-    """Raises PERMISSION_DENIED if a request names a run, or no run, that no pattern fits. `request` is one message of
-    the call; bulk comes as its bytes."""
+    """Raises PERMISSION_DENIED if a request names a run, or none, that no pattern fits. Bulk comes as its bytes."""
     paths = PATHS_OF.get(method, ())
     if not patterns or not paths:
         return
@@ -93,7 +92,7 @@ def check_runs(caller: object, patterns: Sequence[str], method: str, request: ob
 
 
 def hide_runs(patterns: Sequence[str], method: str, answer: object) -> None:
-    """Takes the entries of other runs out of the lists of an answer."""
+    """Takes the entries of other runs out of an answer."""
     for path in LISTS_OF.get(method, ()) if patterns else ():
         assert isinstance(answer, Message)  # bulk has no lists of runs
         _hide(answer, path, patterns)

@@ -1,4 +1,4 @@
-"""The gRPC server of a program, from its port to its drain; each program's main adds its services to one."""
+"""The gRPC server of a program, from its port to its drain."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ DEFAULT_MAX_MESSAGE_BYTES = 64 * 2**20
 MIN_PING_INTERVAL_S = 5.0
 SAY_GOODBYE_S = 5.0
 LOOK_AT_CALLERS_S = 1.0
-"""Seconds between looks at running calls for revoked callers."""
+"""Between looks for revoked callers."""
 
 HANDSHAKE_S = 20.0
-"""For TLS, certificates and HTTP/2's settings, over far lines as well."""
+"""Over far lines as well."""
 
 IDLE_S = 300.0
-"""After so long without a call a connection is ended; its client connects again with its next call."""
+"""Without a call, until a connection is ended; its client connects again with its next call."""
 
 HEALTH_SERVICE = "grpc.health.v1.Health"
 # How long and how many calls wait for a busy event loop. Beyond its own limits (30 s; some of the calls after the first
@@ -47,8 +47,8 @@ class GrpcServer:
     """One server with health per service, reflection and the mesh's call interceptor.
 
     Order of use: `add` each service, `start`, `set_serving` when warm, `drain`; created on the event loop that runs it.
-    Raises ConfigError for a bind that is not loopback, unless `credentials` encrypt connections or `config.insecure`
-    allows it. Default credentials are those of the MESHRL_TLS_ variables.
+    Raises ConfigError for credentials that cannot be used, and as `check_bind`. Default credentials are those of the
+    MESHRL_TLS_ variables.
     """
 
     def __init__(
@@ -81,13 +81,12 @@ class GrpcServer:
         return self._calls.in_flight
 
     def add(self, service: str, adder: Callable[[ServicerT, grpc.aio.Server], None], servicer: ServicerT) -> None:
-        """Adds a service by its full name, with the generated `add_XServicer_to_server`."""
+        """By its full name, with the generated `add_XServicer_to_server`."""
         adder(servicer, self._server)
         self._services.append(service)
 
     async def start(self) -> int:
-        """Returns the port. Every service is NOT_SERVING until `set_serving`. Raises ConfigError when the address
-        cannot be bound."""
+        """Returns the port. Raises ConfigError when the address cannot be bound."""
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._health.set(self._services, serving=False)
         add_reflection((*self._services, HEALTH_SERVICE), self._server)
@@ -115,8 +114,8 @@ class GrpcServer:
         self._health.set(self._services, serving=False)
 
     async def drain(self, grace_s: float) -> None:
-        """Sets NOT_SERVING, refuses new calls with DRAINING, waits for those in flight and stops. Calls that still run
-        after `grace_s` are cancelled. Health and reflection answer until the end."""
+        """Refuses new calls with DRAINING, waits for those in flight, cancels them after `grace_s`, and stops. Health
+        and reflection answer until the end."""
         self.set_not_serving()
         self._calls.refusing = True
         if not await self._calls.wait_idle(grace_s):
@@ -150,7 +149,7 @@ def server_options(
 
 
 def check_bind(config: ServerConfig, *, encrypted: bool = False) -> None:
-    """Raises ConfigError unless connections are encrypted, the host is loopback, or `insecure` allows others."""
+    """Raises ConfigError unless connections are encrypted, the host is loopback, or `insecure` is set."""
     if not encrypted and not config.insecure and not is_loopback(config.host):
         raise ConfigError(
             f"server.host is {config.host}, which others can reach, and there is no TLS; "

@@ -20,7 +20,7 @@ async def with_bookmarks(
 ) -> AsyncGenerator[Event, None]:
     """Yields the events, and a bookmark after each `quiet_s` without one (0: never), first of all with `at_once`.
 
-    A bookmark has the revision up to which everything was sent: that of the last event, or `sent` before the first.
+    A bookmark has the revision of the last event, or `sent` before the first.
     """
     if at_once:
         yield bookmark(sent)

@@ -17,7 +17,7 @@ DeploymentType = Literal["single_node", "multi_node"]
 
 
 class SlurmConfig(BaseConfig):
-    """Submit the program as a SLURM job instead of starting it here."""
+    """Submit the program as a SLURM job."""
 
     job_name: str = Field(default="meshrl", pattern=_NAME)
     """Name of the job."""
@@ -26,10 +26,10 @@ class SlurmConfig(BaseConfig):
     """Partition of the job. None takes the cluster's default."""
 
     account: str | None = Field(default=None, pattern=_LINE)
-    """Account that is charged. None takes yours."""
+    """Account to charge. None takes yours."""
 
     time: str | None = Field(default=None, pattern=_TIME)
-    """Time limit, as SLURM writes it: minutes, HH:MM:SS or D-HH:MM:SS. None takes the partition's."""
+    """Time limit: minutes, HH:MM:SS or D-HH:MM:SS. None takes the partition's."""
 
     nodelist: str | None = Field(default=None, pattern=_LINE)
     """Nodes that the job must have, such as node[01-04]."""
@@ -38,22 +38,22 @@ class SlurmConfig(BaseConfig):
     """Nodes that the job must not have."""
 
     template_path: Path | None = None
-    """A batch script of your own as a Jinja2 template. None takes the one that comes with the program."""
+    """A batch script of your own as a Jinja2 template. None takes the program's."""
 
     pre_run_command: str | None = Field(default=None, min_length=1)
-    """Shell command that is run once on each node before the program is started."""
+    """Shell command that runs once on each node before the program."""
 
     exclusive: bool = True
-    """Take whole nodes. Without it name the cores and the memory in `options`."""
+    """Take whole nodes. Otherwise name cores and memory in `options`."""
 
     options: list[str] = Field(default_factory=list)
-    """Further options of sbatch, each as on its command line: --qos=high, --cpus-per-task=16."""
+    """Further options of sbatch, as on its command line: --qos=high, --cpus-per-task=16."""
 
     python: Path | None = None
-    """Interpreter on the nodes, with meshrl installed. None means the path of the one that submits."""
+    """Interpreter on the nodes, with meshrl installed. None means the path of this one."""
 
     max_requeues: int = Field(default=5, ge=0)
-    """How many times a job requeues itself: because a node went away, or by requeue_at_limit."""
+    """How often a job requeues itself, for a lost node or by requeue_at_limit."""
 
     requeue_at_limit: bool = False
     """Requeue the job before its time limit, once everything is saved; its next start resumes."""
@@ -63,10 +63,10 @@ class OneNodeConfig(BaseConfig):
     """The node of a job."""
 
     type: Literal["single_node"] = "single_node"
-    """A job of one node; the only value."""
+    """The only value."""
 
     gpus_per_node: int = Field(default=8, ge=0)
-    """GPUs that the job asks for; 0 for a node without."""
+    """GPUs of the node; 0 for one without."""
 
 
 class InferenceDeploymentConfig(BaseConfig):
@@ -76,7 +76,7 @@ class InferenceDeploymentConfig(BaseConfig):
     """One node, or num_infer_nodes of them."""
 
     num_infer_nodes: int = Field(default=1, ge=1)
-    """Nodes with an engine each, or with parts of one if data_parallel_size asks for more GPUs than a node has."""
+    """Nodes with an engine each, or with parts of one if data_parallel_size takes more GPUs than a node has."""
 
     gpus_per_node: int = Field(default=8, ge=0)
-    """GPUs that the job asks for on each node; 0 for nodes without."""
+    """GPUs of each node; 0 for nodes without."""

@@ -1,4 +1,4 @@
-"""Writes a job's batch script from its template and submits it with sbatch; used by rl, sft and inference."""
+"""Writes a job's batch script and submits it; used by rl, sft and inference."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ END_OF_CONFIG = "END_OF_CONFIGURATION"
 @dataclass(frozen=True, kw_only=True)
 class BatchJob:
     program: str
-    """Name of the template, of the configuration file and of the folder of its logs."""
+    """Also the name of template, configuration file and folder of logs."""
 
     module: str
     config: BaseConfig
@@ -36,7 +36,7 @@ class BatchJob:
     gpus_per_node: int = 0
     values: Mapping[str, object] = field(default_factory=dict)
     environ: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """For sbatch, which hands it on to the job. It may hold a secret, which no file does."""
+    """Handed on by sbatch. It may hold a secret, which no file does."""
 
 
 def script_of(job: BatchJob, slurm: SlurmConfig) -> str:
@@ -79,8 +79,7 @@ def script_of(job: BatchJob, slurm: SlurmConfig) -> str:
 
 
 def submit(job: BatchJob, slurm: SlurmConfig, *, dry_run: bool) -> str:
-    """Writes configuration and script below output_dir and, unless it is a dry run, submits the script. Returns a
-    sentence about the outcome. Raises ConfigError when the files cannot be written or sbatch refuses."""
+    """Returns a sentence about the outcome. Raises ConfigError when files cannot be written or sbatch refuses."""
     layout = Layout(job.output_dir.absolute())
     path = layout.slurm / SCRIPT
     script = script_of(job, slurm)

@@ -1,8 +1,7 @@
-"""Serves a program's metrics to Prometheus at GET /metrics, where `log.metrics_port` is set, and starts its watch.
+"""Starts a program's watch and serves its metrics to Prometheus at GET /metrics, where `log.metrics_port` is set.
 
-A thread serves them, also while the event loop is stuck. Every process writes its address into
-`metrics_targets/PROGRAM.json`, the form of Prometheus' file_sd_configs. Served are the process, its waits and its event
-loop; at the orchestrator also every metric of the last record.
+A thread serves them, also while the event loop is stuck: process, waits and event loop; at the orchestrator also the
+last record. `metrics_targets/PROGRAM.json` has the address, in the form of Prometheus' file_sd_configs.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ def observed(
     *,
     on_lost_folder: Callable[[], None] | None = None,
 ) -> Iterator[ProgramWatch]:
-    """Watches this program and serves its metrics while the block runs; entered on its event loop."""
+    """Entered on the program's event loop."""
     watch = ProgramWatch(program, waits, output_dir, on_lost_folder=on_lost_folder)
     watch.start()
     try:

@@ -1,8 +1,8 @@
 """The folders of a run's logs: one for each start, `logs/attempt_N`; `logs/latest` is a link to the newest.
 
-The documents' paths (`logs/trainer.log`, `logs/envs/...`) are links through `latest`, so that they name the newest
-start's. All links are relative: a copied folder keeps them. The start of a run begins an attempt; programs that are
-started alone write to the newest one, each time to a file of their own: `eval.log`, then `eval.2.log`.
+The documents' paths (`logs/trainer.log`, `logs/envs/...`) are links through `latest`, relative so that a copied folder
+keeps them. The start of a run begins an attempt; programs that are started alone write to the newest one, each time to
+a file of their own: `eval.log`, then `eval.2.log`.
 
     python -m meshrl.core.telemetry.log_folder OUTPUT_DIR FOLDER
 
@@ -22,15 +22,15 @@ from meshrl.core.durable import disk_trouble
 from meshrl.core.paths import Layout
 
 BEGUN = "MESHRL_ATTEMPT_BEGUN"
-"""Set for programs of a start that has begun its attempt."""
+"""Set for a start's programs once its attempt has begun."""
 
 _LATEST = "latest"
 _ATTEMPT = "attempt_"
 
 
 def begin_attempt(layout: Layout) -> Path:
-    """Makes and returns the folder for the logs of a new start. Logs beside the attempts, of older versions, become an
-    attempt before it. Ends the process with a sentence where nothing can be written."""
+    """Makes the folder for the logs of a new start. Logs of older versions become an attempt before it. Ends the
+    process with a sentence where nothing can be written."""
     logs = layout.logs
     try:
         logs.mkdir(parents=True, exist_ok=True)
@@ -46,8 +46,8 @@ def begin_attempt(layout: Layout) -> Path:
 
 
 def log_place(layout: Layout, *parts: str) -> Path:
-    """The path of a log, or of a folder of logs, in the newest attempt, which is made where there is none. The
-    documents' path becomes a link to it. Ends the process as `begin_attempt` does."""
+    """The path of a log, or of a folder of logs, in the newest attempt, to which the documents' path is linked. Ends
+    the process as `begin_attempt` does."""
     logs, plain = layout.logs, layout.logs / parts[0]
     latest = logs / _LATEST
     try:
@@ -66,8 +66,7 @@ def log_place(layout: Layout, *parts: str) -> Path:
 
 
 def own_log(layout: Layout, name: str) -> Path:
-    """Makes an empty log in the newest attempt for one run of the program `name` alone. The documents' path becomes a
-    link to it. Ends the process as `begin_attempt` does."""
+    """The same, made empty for one run of a program that is started alone."""
     first = log_place(layout, f"{name}.log")
     try:
         log = _new_file(first)
@@ -87,7 +86,7 @@ def _new_file(first: Path) -> Path:
 
 
 def _beside(logs: Path) -> list[Path]:
-    """Neither links, also those being made, nor attempts."""
+    """Neither attempts nor links, also those being made."""
     return [path for path in logs.iterdir() if not path.name.startswith((".", _ATTEMPT)) and not path.is_symlink()]
 
 

@@ -1,7 +1,5 @@
-"""One log format for every program of the mesh: loguru, with the standard library's logging led into it.
-
-A line that is logged during a span ends with the id of its trace; in JSON it is in `extra`, with the span's.
-"""
+"""One log format for every program: loguru, with the standard library's logging led into it. A line that is logged
+during a span has the id of its trace."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ _BAD_HTTP = "aiohttp.http_exceptions"
 _CALL_IS_OVER = 'Failed "execute_batch"'
 
 LAUNCHER_LOGS = "MESHRL_LAUNCHER_LOGS"
-"""Set for a program whose output a launcher logs on another node."""
+"""Set where a launcher logs the output, on another node."""
 
 
 class _IntoLoguru(logging.Handler):
@@ -87,7 +85,7 @@ def _open_log(path: Path) -> _LogFile:
 
 
 def with_trace(line: str) -> Callable[[Record], str]:
-    """A format of text lines: `line`, and behind it the record's trace, if it has one."""
+    """A format of text lines with the record's trace behind, if it has one."""
 
     def of_record(record: Record) -> str:
         behind = " <dim>trace={extra[trace_id]}</dim>" if "trace_id" in record["extra"] else ""
@@ -103,11 +101,8 @@ def _note_trace(record: Record) -> None:
 
 
 def setup_logging(name: str, level: str, log_file: Path | None = None, *, json_logging: bool = False) -> None:
-    """Sends everything at `level` or above to stdout, and to `log_file` if given; replaces an earlier setup.
-
-    `log_file` is left to the starter of this process when stdout already goes to a file of its folder. Ends the process
-    with one sentence if that file cannot be made.
-    """
+    """Sends everything at `level` or above to stdout, and to `log_file`, unless stdout is a file of its folder;
+    replaces an earlier setup. Ends the process with one sentence if that file cannot be made."""
     level = level.upper()
     logger.remove()
     logger.configure(extra={"process": name}, patcher=_note_trace)
@@ -130,7 +125,7 @@ def setup_logging(name: str, level: str, log_file: Path | None = None, *, json_l
 
 
 def stdout_goes_beside(log_file: Path) -> bool:
-    """Whether stdout is a file of the same folder: a launcher keeps the log, which would have every line twice."""
+    """Whether stdout is a file of the same folder: a launcher's log, which would have every line twice."""
     if os.environ.get(LAUNCHER_LOGS):
         return True
     try:

@@ -1,5 +1,5 @@
 """Writes a run's metrics to its sinks: console, a JSONL file and those of `sinks`; used by orchestrator, sft and eval.
-A failing sink loses metrics but never ends the run: it is logged once, with the remedy, and again when it works."""
+A failing sink loses metrics but never ends the run."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class SampleRow:
 
 
 class SinkError(Exception):
-    """A destination does not take metrics now; the message names the remedy."""
+    """The message names the remedy."""
 
 
 class Sink(Protocol):
@@ -73,8 +73,7 @@ class Sink(Protocol):
 
 
 class Monitor:
-    """Writes one record to every sink. Safe from several threads; blocking. A failing sink is warned about once, and
-    asked again with every record."""
+    """Safe from several threads; blocking. A failing sink is warned about once, and asked again with every record."""
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = tuple(sinks)
@@ -128,8 +127,7 @@ class ConsoleSink(Sink):
 
 
 class JsonlSink(Sink):
-    """One JSON object a record: `{"step": n, name: value, ...}`; numbers that are not finite become null. Lines that a
-    full disk refuses wait in memory."""
+    """Numbers that are not finite become null. Lines that a full disk refuses wait in memory."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,8 +1,7 @@
 """Writes spans as OTLP JSON lines: one ExportTraceServiceRequest a line, each line a zstd frame of its own.
 
-Fed by the tracing of every program; `zstd -dc` gives the lines, which collectors read. OTLP's mapping to JSON is
-protobuf's (64-bit integers as strings, enums as numbers), but for the ids of traces and spans, which are hexadecimal.
-It is made from the spans directly in 16 us each, where protobuf messages take 112 us.
+OTLP's mapping to JSON is protobuf's (64-bit integers as strings, enums as numbers), but for the ids of traces and
+spans, which are hexadecimal. It is made from the spans directly in 16 us each, where protobuf messages take 112 us.
 """
 
 from __future__ import annotations
@@ -27,10 +26,9 @@ from meshrl.core.durable import append_whole
 
 
 class JsonLinesSpanExporter(SpanExporter):
-    """Appends each batch of spans to a file as one frame; runs on the thread of its span processor.
+    """Appends each batch of spans to a file as one frame, on the thread of its span processor.
 
-    With `max_bytes` the file is moved to `NAME.1.jsonl.zst`, in place of an earlier one, when it holds half of that:
-    the two hold the latest spans, at most `max_bytes` but for a single longer frame.
+    With `max_bytes` the file is moved to `NAME.1.jsonl.zst` when it holds half of that: the two hold the latest spans.
     """
 
     def __init__(self, path: Path, max_bytes: int | None = None) -> None:
@@ -41,7 +39,7 @@ class JsonLinesSpanExporter(SpanExporter):
         self._failing = False
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """A full disk loses the batch, which is logged, but never stops the program."""
+        """A full disk loses the batch, but never stops the program."""
         try:
             frame = zstandard.ZstdCompressor().compress(f"{export_line(spans)}\n".encode())
             if self._file is None:
@@ -86,12 +84,12 @@ class JsonLinesSpanExporter(SpanExporter):
             self._file = None
 
     def force_flush(self, timeout_millis: int = 30000) -> bool:
-        """Does nothing: each frame is written at once."""
+        """Each frame is written at once."""
         return True
 
 
 def export_line(spans: Sequence[ReadableSpan]) -> str:
-    """An ExportTraceServiceRequest in OTLP's JSON. The spans are of one provider."""
+    """The spans are of one provider."""
     if not spans:
         return '{"resourceSpans":[]}'
     scopes: defaultdict[str, list[str]] = defaultdict(list)

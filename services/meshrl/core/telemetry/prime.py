@@ -26,7 +26,7 @@ from meshrl.wire.values import JsonObject
 
 CALL_S = 30.0
 PATIENCE = 10.0
-"""After a failed call the platform is left alone for so many times its duration."""
+"""Times a failed call's duration, until the next call."""
 _STORED = Path(".prime") / "config.json"
 
 
@@ -34,8 +34,7 @@ class PrimeSink(Sink):
     """One run of the platform. The variable RUN_ID names one that the platform has registered itself."""
 
     def __init__(self, config: PrimeMonitorConfig, run: JsonObject) -> None:
-        """`run` is what the platform registers. Without a key, or if the platform refuses the run, that is warned about
-        and nothing is sent."""
+        """`run` is what the platform registers. Without a key, or if it refuses the run, nothing is sent."""
         self._url = config.base_url.rstrip("/")
         self._key = os.environ.get(config.api_key_var) or _stored_key()
         self._run_id = os.environ.get("RUN_ID", "")
@@ -72,7 +71,7 @@ class PrimeSink(Sink):
         self._send("distributions", {"step": step, "distributions": finite})
 
     def write_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
-        """A table in Parquet, put at the platform's URL. Raises SinkError where pyarrow is not installed."""
+        """A table in Parquet. Raises SinkError, also without pyarrow."""
         if not self._run_id or not rows:
             return
         table = _parquet(self._run_id, step, rows)
@@ -84,7 +83,7 @@ class PrimeSink(Sink):
             raise SinkError(f"the Prime platform named no place for the samples of step {step}") from error
 
     def close(self) -> None:
-        """Reports the run as completed, or as failed if it ends before its last step."""
+        """A run that ends before its last step has failed."""
         if self._registered:
             status = "completed" if self._step >= self._max_steps else "failed"
             self._call("PUT", f"external-runs/{self._run_id}/status", {"status": status})

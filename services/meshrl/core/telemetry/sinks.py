@@ -1,4 +1,4 @@
-"""The monitor of a run, with the services that its metrics go to: W&B, TensorBoard and Trackio."""
+"""The monitor of a run, and its sinks: W&B, TensorBoard, Trackio and webhooks."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from meshrl.core.telemetry.monitor import ConsoleSink, JsonlSink, Monitor, Sampl
 from meshrl.diagnosis.causes import Ailment
 
 WANDB_FINISH_S = 60.0
-"""How long the end of a run waits for W&B, unless WANDB_FINISH_TIMEOUT is set."""
+"""At the end of a run, unless WANDB_FINISH_TIMEOUT is set."""
 
 WEBHOOK_S = 10.0
 
 
 class WandbSink(Sink):
-    """A service that fails, or cannot be reached at the start, is warned about and left out."""
+    """A service that fails is warned about and left out."""
 
     def __init__(self, config: WandbConfig, folder: Path, settings: Mapping[str, object]) -> None:
         """WANDB_MODE of the environment comes before `offline`."""
@@ -207,8 +207,7 @@ class TrackioSink(Sink):
 def open_monitor(
     layout: Layout, log: LogConfig, wandb: WandbConfig | None, settings: Mapping[str, object], more: Sequence[Sink] = ()
 ) -> Monitor:
-    """Console and JSONL always, TensorBoard, Trackio and W&B when configured, and `more`. Raises ConfigError if a
-    package is missing."""
+    """Console and JSONL always, the others when configured, and `more`. Raises ConfigError if a package is missing."""
     sinks: list[Sink] = [ConsoleSink(), JsonlSink(layout.metrics_jsonl), *more]
     if log.tensorboard:
         sinks.append(TensorBoardSink(layout.output_dir / "tensorboard"))

@@ -1,4 +1,4 @@
-"""A program's start: its phases from the birth of its process until it serves, as spans and as one line of its log."""
+"""The phases of a program's start, from the birth of its process, as spans and as one line of its log."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ START_SPAN = "rl.start"
 
 @dataclass(frozen=True)
 class Phase:
-    """What a start did between two times of time.time()."""
+    """Between two times of time.time()."""
 
     name: str
     began_s: float
@@ -24,7 +24,7 @@ class Phase:
 
 
 class Start:
-    """The first phase, imports, ends where this is made. Phases may overlap, and come from other processes."""
+    """The first phase, imports, ends where this is made. Phases may overlap."""
 
     def __init__(self, began_s: float | None = None) -> None:
         self.began_s = process_began_s() if began_s is None else began_s
@@ -51,7 +51,7 @@ class Start:
         self.log("ready", ended_s)
 
     def log(self, what: str, ended_s: float) -> None:
-        """`what` has come at that time of time.time(): one line with all phases."""
+        """One line with all phases."""
         listed = ", ".join(
             f"{phase.name} {phase.began_s - self.began_s:.1f} to {phase.ended_s - self.began_s:.1f}"
             for phase in sorted(self.phases, key=lambda phase: phase.began_s)
@@ -60,13 +60,13 @@ class Start:
 
 
 def start_of(tracer: Tracer) -> Start:
-    """The start of the tracer's program; a new one for any other tracer."""
+    """A new one for a tracer that is not a program's."""
     found = getattr(tracer, "start", None)
     return found if isinstance(found, Start) else Start()
 
 
 def process_began_s() -> float:
-    """When this process began, of time.time(); now, where the system does not show it."""
+    """Of time.time(); now, where the system does not show it."""
     try:
         with open("/proc/self/stat", "rb") as file:
             ticks = int(file.read().rpartition(b")")[2].split()[19])

@@ -1,7 +1,4 @@
-"""Sets up tracing for one program: OTLP JSON lines in a file always, OTLP over HTTP where an endpoint is given.
-
-Span names are the constants here. `meshrl.wire.trace` turns trace contexts into text for other processes.
-"""
+"""Sets up tracing for one program: OTLP JSON lines in a file always, OTLP over HTTP where an endpoint is given."""
 
 from __future__ import annotations
 
@@ -42,17 +39,17 @@ SYNC_APPLY_SPAN = "rl.sync.apply"
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 COMPRESSION_VARIABLES = ("OTEL_EXPORTER_OTLP_COMPRESSION", "OTEL_EXPORTER_OTLP_TRACES_COMPRESSION")
 MAX_QUEUE = 16_384
-"""Spans that wait to be written or sent, unless OTEL_BSP_MAX_QUEUE_SIZE is set; a large engine ends more than
-OpenTelemetry's own 2,048 while a collector is busy."""
+"""Unless OTEL_BSP_MAX_QUEUE_SIZE is set; a large engine ends more spans than OpenTelemetry's own 2,048 while a
+collector is busy."""
 # A train span links to every rollout of its batch; the SDK's own limit is 128.
 MAX_LINKS = 8192
 _EXPORT_EVERY_MS = 1000
 CLOSE_S = 2.0
-"""How long the end of a program waits for a collector that has not failed before."""
+"""At the end of a program, for a collector that has not failed before."""
 
 
 def traceparent_of(span: trace.Span) -> str:
-    """The W3C trace context of a span, or "" while tracing is off."""
+    """W3C's text, or "" while tracing is off."""
     return format_traceparent(span.get_span_context())
 
 
@@ -61,7 +58,7 @@ _CHOSEN: ContextVar[trace.SpanContext | None] = ContextVar("meshrl_chosen_ids", 
 
 @contextmanager
 def chosen_ids(context: trace.SpanContext | None) -> Iterator[None]:
-    """The span that is started inside has these ids. It must be the root of its trace."""
+    """The span that is started inside, the root of its trace, has these ids."""
     token = _CHOSEN.set(context)
     try:
         yield
@@ -91,8 +88,7 @@ class SpanProvider(TracerProvider):
 
 
 class CollectorExporter(SpanExporter):
-    """Passes batches on to OpenTelemetry's exporter, which retries by itself, and notes whether the collector takes
-    them."""
+    """Passes batches on to OpenTelemetry's exporter, which retries, and notes whether the collector takes them."""
 
     def __init__(self, inner: SpanExporter) -> None:
         self._inner = inner
@@ -115,7 +111,7 @@ class CollectorExporter(SpanExporter):
         return result
 
     def patience_s(self) -> float:
-        """CLOSE_S for each batch, nothing once one was given up."""
+        """CLOSE_S a batch, nothing once one was given up."""
         if self._fails:
             return 0.0
         since_s = self._sending_since_s
@@ -126,13 +122,12 @@ class CollectorExporter(SpanExporter):
 
 
 class Tracing(trace.Tracer):
-    """The tracer of a program; `waits` are its current waits, `start` its start, `registry` its metrics for
-    Prometheus."""
+    """The tracer of a program, with its current waits, its start, and its metrics for Prometheus."""
 
     def __init__(
         self, tracer: trace.Tracer, provider: SpanProvider | None, collector: CollectorExporter | None = None
     ) -> None:
-        """`collector` is the last exporter of the provider, where there is one."""
+        """`collector` is the provider's last exporter."""
         self.waits = Waits()
         self.start = Start()
         self.registry = CollectorRegistry()
@@ -172,7 +167,7 @@ class Tracing(trace.Tracer):
 
 
 def setup_tracing(service_name: str, traces_dir: Path | None, max_mib: int | None = None) -> Tracing:
-    """Sets up tracing for the whole process, once, after child processes were started; returns its tracer.
+    """Sets up tracing for the whole process, once, after child processes were started.
 
     Spans go to `traces_dir/<service_name>.jsonl.zst`, which keeps the latest `max_mib`, and to a collector where
     OTEL_EXPORTER_OTLP_ENDPOINT is set. With neither, tracing stays off.
@@ -192,7 +187,7 @@ def setup_tracing(service_name: str, traces_dir: Path | None, max_mib: int | Non
 
 
 def build_provider(service_name: str, exporters: list[SpanExporter]) -> SpanProvider:
-    """A provider that exports in the background, not made the process's own."""
+    """A provider that exports in the background."""
     resource = Resource.create(
         {"service.name": service_name, "service.namespace": "meshrl", "process.pid": os.getpid()}
     )

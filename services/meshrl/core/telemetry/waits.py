@@ -1,7 +1,5 @@
-"""A program's current waits: each has a name, a start, and the programs that it waits for.
-
-Entered by the code that waits, on any thread; read by the program's `watchdog`, which logs what lasts unusually long.
-"""
+"""A program's current waits, entered by the code that waits, on any thread; read by the program's `watchdog`, which
+logs what lasts unusually long."""
 
 from __future__ import annotations
 
@@ -18,15 +16,14 @@ from opentelemetry.trace import Tracer
 from meshrl.wire.program_state import WaitState
 
 OVERDUE_TIMES = 3.0
-"""A wait is overdue after so many times the median of those of its name, and LEAST_S."""
+"""A wait is overdue after so many medians of its name, and LEAST_S."""
 LEAST_S = 10.0
 REMEMBERED = 64
 
 
 @dataclass(frozen=True)
 class CountedWait:
-    """One of many waits of a kind, distinguished by `key`. `began_s` is of time.time. Those of one name and `on` become
-    one line with their number."""
+    """One of many waits of a kind; those of one name and `on` become one line. `began_s` is of time.time."""
 
     key: object
     name: str
@@ -42,9 +39,9 @@ CountedWaits = Callable[[], Iterable[CountedWait]]
 class Waits:
     def __init__(self, now: Callable[[], float] = time.monotonic, *, least_s: float = LEAST_S) -> None:
         self.serves: tuple[str, ...] = ()
-        """host:port of the program's server, by which others that wait for it may name it."""
+        """host:port of the program's server, by which others may name it."""
         self.lags_s: Mapping[str, float] = {}
-        """Lag of the event loops of the run's programs by name, at the watchdog's last look."""
+        """Of the event loops of the run's programs, at the watchdog's last look."""
         self._now = now
         self._least_s = least_s
         self._lock = threading.Lock()
@@ -55,8 +52,7 @@ class Waits:
 
     @contextmanager
     def waiting(self, name: str, what: str | Callable[[], str], on: Named = ()) -> Iterator[None]:
-        """This program waits for `what`, in the hands of `on`, while the block runs. `name` is the kind of wait, whose
-        usual length is learnt."""
+        """This program waits for `what` of `on` while the block runs. The usual length of the kind `name` is learnt."""
         key = object()
         with self._lock:
             self._open[key] = _OpenWait(name, what, on, self._now())
@@ -67,11 +63,11 @@ class Waits:
                 self._past_s[name].append(self._now() - self._open.pop(key).since_s)
 
     def count(self, counted: CountedWaits) -> None:
-        """Asks `counted` at each look, on the event loop, for waits that are too many to report singly."""
+        """Asks `counted` at each look, on the event loop, for waits that are too many for one each."""
         self._counted.append(counted)
 
     def look(self, wall_s: float) -> tuple[WaitState, ...]:
-        """All current waits, the longest first. Called on the event loop; `wall_s` is time.time()."""
+        """All waits, the longest first. Called on the event loop; `wall_s` is time.time()."""
         with self._lock:
             opened, now_s = list(self._open.values()), self._now()
         found = [

@@ -1,9 +1,8 @@
-"""Watches one program from a thread of its own: its waits and its event loop; logs what is overdue, and why.
+"""Watches one program's waits and event loop from a thread of its own.
 
-Every two seconds it writes `state/PROGRAM.json` in the run's folder. An overdue wait is logged in one line, with the
-chain of which program waits for which, as far as the others write to the same folder, and again when it has lasted
-twice as long. A program that is gone, stopped or stuck is reported at once by its waiters and by the orchestrator. An
-event loop that answers late is logged once a minute at most.
+Every two seconds it writes `state/PROGRAM.json` in the run's folder. An overdue wait is logged with the chain of which
+program waits for which, and again when it has lasted twice as long. A program that is gone, stopped or stuck is
+reported at once by its waiters and by the orchestrator. A late event loop is logged once a minute at most.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ WRITE_EVERY_S = 2.0
 LATE_S = 1.0
 SAY_LATE_EVERY_S = 60.0
 OVERSEER = "orchestrator"
-"""The program that reports the troubles of all others: its log is what a person looks at."""
+"""It reports the troubles of all others: a person looks at its log."""
 
 
 class ProgramWatch:
@@ -38,7 +37,7 @@ class ProgramWatch:
     def __init__(
         self, program: str, waits: Waits, output_dir: Path | None, *, on_lost_folder: Callable[[], None] | None = None
     ) -> None:
-        """`on_lost_folder` is called once on the event loop when output_dir, which was there, is deleted or moved."""
+        """`on_lost_folder` is called once on the event loop when output_dir is deleted or moved."""
         self._program = program
         self._waits = waits
         self._output_dir = output_dir
@@ -121,7 +120,7 @@ class ProgramWatch:
                 logger.info("waiting for {:.0f} s{}: {}", wait.seconds, usual, chain)
 
     def _misses_folder(self) -> bool:
-        """Whether output_dir was there and is not. It is lost when two looks in a row miss it."""
+        """It is lost when two looks in a row miss it."""
         if not self._folder_made or self._output_dir is None or not is_gone(self._output_dir):
             self._missed = 0
             return False

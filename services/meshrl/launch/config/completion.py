@@ -1,4 +1,4 @@
-"""What follows from the merged layers of `rl`: ports, environments to host, a preset's lengths; before validation."""
+"""Completes the merged layers of `rl` before validation: ports, environments to host, a preset's lengths."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from meshrl.orchestrator.config import OrchestratorConfig
 HOSTED_KEYS = (
     "id", "name", "args", "sampling", "seq_len", "workers", "isolated", "max_memory_mib", "deadlines", "part",
 )  # fmt: skip
-"""Keys of an orchestrator's environment that the rollout program takes over."""
+"""Of an orchestrator's environment; the rollout program takes them over."""
 
 
 def complete(values: ReadTable) -> Table:
-    """Fills in hosted environments, and port 0 where rl is to choose. A hub without an engine of its own keeps its
-    usual port, which a running engine can know."""
+    """A hub without an engine of its own keeps its usual port, which a running engine can know; other servers get port
+    0, for rl to choose."""
     completed = dict(values)
     fit_preset(completed)
     starts_engine = completed.get("inference") is not None
@@ -54,7 +54,7 @@ def complete(values: ReadTable) -> Table:
 
 
 def _adapt_experts(values: Table) -> None:
-    """Has the experts of a mixture adapted where engines serve that and grouped products take the rank."""
+    """Where engines serve adapted experts and grouped products take the rank."""
     lora, rank = at(values, "trainer", "model", "lora"), str(at(values, "trainer", "model", "lora", "rank") or 16)
     merged = str(at(values, "trainer", "weight_broadcast", "lora_adapter_only")).lower() == "false"
     served = merged or at(values, "inference", "engine") == "embedded"

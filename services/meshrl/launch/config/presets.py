@@ -14,8 +14,8 @@
 Papers: grpo arXiv 2402.03300 (without its KL to a reference policy), dr_grpo 2503.20783, dapo 2503.14476 (its overlong
 penalty is orchestrator.advantage.length_penalty, its dynamic sampling orchestrator.filters.zero_signal, which is on),
 gspo 2507.18071, opo 2505.23585, rloo 2402.14740, cispo 2506.13585 (upper bound of ScaleRL, 2510.13786), aipo
-2505.24034. opo and rloo are defined for tokens of the policy itself; where those are a few versions old, the ratio and
-the mask of the default loss correct for it, and where they are not, both do nothing.
+2505.24034. opo and rloo are defined for tokens of the policy itself; ratio and mask of the default loss correct for
+older ones.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ AlgorithmName = Literal["default", "grpo", "dr_grpo", "dapo", "gspo", "opo", "rl
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """`constants` are keys of the loss that differ from its own values."""
+    """`constants` differ from the loss's own values."""
 
     advantage: Literal["default", "grpo", "rloo", "opo"]
     loss: LossName
@@ -59,7 +59,7 @@ def apply_preset(layer: Layer) -> None:
     """Puts the `algorithm` of one layer of configuration where it belongs; a component's own key wins.
 
     Keys of the same loss in lower layers are unset, so that an algorithm on the command line replaces the whole loss of
-    a file. If the same layer chooses the type of a loss itself, that loss and its advantage are left alone.
+    a file. A loss whose type the same layer chooses is left alone.
     """
     name, origin = layer.given.get(("algorithm",), (None, ""))
     preset = _preset(name)
@@ -78,7 +78,7 @@ def apply_preset(layer: Layer) -> None:
 
 
 def fit_preset(values: Table) -> None:
-    """Fits the preset to the layers above it: if those chose another loss, its keys go, and a loss divided by a fixed
+    """Fits the preset to the layers above: its keys go if those chose another loss, and a loss divided by a fixed
     length gets the longest reply's."""
     preset = _preset(values.get("algorithm"))
     loss = None if preset is None else section_of(section_of(values, "trainer"), "loss")
@@ -104,7 +104,7 @@ def _longest_reply(values: ReadTable) -> object:
 
 
 def at(values: object, *names: str) -> object:
-    """The value at a path of tables. None for none."""
+
     for name in names:
         values = values.get(name) if isinstance(values, Mapping) else None
     return values

@@ -1,8 +1,5 @@
-"""Keys of `rl` that its components share: how one layer of configuration hands them down.
-
-Each is declared once, in RLConfig, with the component keys that take its value:
-`max_steps: Annotated[int | None, HandedTo(("trainer.max_steps", "orchestrator.max_steps"))]`.
-"""
+"""Hands down the keys of `rl` that its components share, each declared once in RLConfig:
+`max_steps: Annotated[int | None, HandedTo(("trainer.max_steps", "orchestrator.max_steps"))]`."""
 
 from __future__ import annotations
 
@@ -19,14 +16,14 @@ EVERY_RUN = "runs.*."
 
 @dataclass(frozen=True)
 class HandedTo:
-    """Marks a key of `rl` whose value components take, by the dotted paths of their keys."""
+    """Marks a key of `rl` whose value the keys at these dotted paths take."""
 
     targets: tuple[str, ...]
     key: str = ""
-    """The dotted path below it, for a section of which only one key is shared."""
+    """Dotted path of the one key of a section that is shared."""
 
     even_none: bool = False
-    """None, which switches something off, is handed down as well."""
+    """None, which switches something off, too."""
 
 
 def every_component(key: str) -> tuple[str, ...]:
@@ -41,7 +38,7 @@ def handed_down(section: type[BaseModel]) -> Iterator[str]:
 
 
 def _runs(layers: Sequence[Layer]) -> tuple[list[str], int]:
-    """The places of `runs`, by the last layer that lists them and those above it, and the number of that layer."""
+    """The places of `runs`, and the number of the last layer that lists them."""
     places: dict[str, None] = {}
     listed = 0
     for number, layer in enumerate(layers):
@@ -54,7 +51,7 @@ def _runs(layers: Sequence[Layer]) -> tuple[list[str], int]:
 
 
 def hand_down(section: type[BaseModel], layers: Sequence[Layer]) -> None:
-    """Copies the shared keys of each layer to the components; a component's own key in the same layer wins."""
+    """A component's own key in the same layer wins."""
     own = next((part for layer in reversed(layers) if (part := layer.below(("inference",)))), {(): Given(None, "")})
     is_on = () not in own or own[()].value is not None
     runs, listed = _runs(layers)

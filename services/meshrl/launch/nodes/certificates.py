@@ -1,7 +1,6 @@
 """Certificates for the engines of a job, by the run's authority on the first node.
 
-A node's key is made there and stays there; only a certificate request and a certificate, neither of them secret, go
-over srun. The hub renews the certificates while the run lasts.
+A node's key stays there; only a certificate request and a certificate go over srun. The hub renews certificates.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ _MODULE = "meshrl.launch.nodes.member"
 
 
 def certify_engines(spread: Spread, layout: Layout, hub: str) -> list[Mapping[str, str]]:
-    """Gives every node with engines a certificate. Returns the variables of each of `spread.engines`. hub: host:port of
-    the hub that renews them. Raises ConfigError and NodeLostError."""
+    """Returns the variables of each of `spread.engines`. hub: host:port. Raises ConfigError and NodeLostError."""
     folder = layout.credentials.absolute()
     nodes = {node.name: node for node in spread.engines}
     answer = on_each(list(nodes), _MODULE, str(folder), "request")

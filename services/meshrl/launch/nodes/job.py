@@ -1,4 +1,4 @@
-"""The SLURM job that this process runs in: its nodes, their addresses, and ports that are free there."""
+"""This process's SLURM job: its nodes, their addresses, and ports that are free there."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ STEP = ("srun", "--overlap", "--nodes=1", "--kill-on-bad-exit=1", "--cpu-bind=qu
 
 
 class NodeLostError(Exception):
-    """A request to SLURM failed; a job of several nodes may be requeued."""
+    """SLURM failed; a job of several nodes may be requeued."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobNode:
     name: str
     address: str
-    """At which the other nodes reach it."""
+    """For the other nodes."""
 
     shares_output: bool = True
-    """Whether it sees the first node's output folder."""
+    """The first node's output folder."""
 
 
 class _ProbeAnswer(TypedDict):
@@ -46,7 +46,7 @@ class _ProbeAnswer(TypedDict):
 
 @dataclass(kw_only=True)
 class NodePorts:
-    """Free ports by address, each given once."""
+    """By address, each given once."""
 
     free: Mapping[str, list[int]] = field(default_factory=dict)
     given: set[int] = field(default_factory=set)
@@ -59,8 +59,7 @@ class NodePorts:
 
 
 def nodes_of_job(environ: Mapping[str, str], count: int) -> list[str]:
-    """Names of the job's nodes, this one first. Raises ConfigError outside of a job or in a small one, and
-    NodeLostError."""
+    """Their names, this one first. Raises ConfigError outside of a job or in a small one, and NodeLostError."""
     listed = environ.get("SLURM_JOB_NODELIST")
     if listed is None or "SLURM_JOB_ID" not in environ:
         raise ConfigError(
@@ -78,7 +77,7 @@ def nodes_of_job(environ: Mapping[str, str], count: int) -> list[str]:
 
 
 def probe_nodes(names: Sequence[str], layout: Layout) -> tuple[list[JobNode], NodePorts]:
-    """Asks every node for free ports and whether it sees the output folder. Raises ConfigError and NodeLostError."""
+    """Raises ConfigError and NodeLostError."""
     layout.configs.mkdir(parents=True, exist_ok=True)
     token, file = uuid.uuid4().hex, layout.configs.absolute() / ".token"
     file.write_text(token)
@@ -101,7 +100,7 @@ def probe_nodes(names: Sequence[str], layout: Layout) -> tuple[list[JobNode], No
 
 
 def copy_to_nodes(nodes: Iterable[JobNode], paths: Sequence[Path]) -> None:
-    """Copies files to the nodes that do not see this one's output folder. Raises NodeLostError."""
+    """To those that do not see this one's output folder. Raises NodeLostError."""
     for node in nodes:
         for path in paths if not node.shares_output else ():
             write = 'umask 077 && mkdir -p "$(dirname "$1")" && cat >"$1"'
@@ -110,7 +109,7 @@ def copy_to_nodes(nodes: Iterable[JobNode], paths: Sequence[Path]) -> None:
 
 
 def on_each(names: Sequence[str], module: str, *arguments: str, stdin: str | None = None) -> str:
-    """Runs a module once on each node with `stdin`. Returns all their output. Raises ConfigError and NodeLostError."""
+    """All output of a module that runs once on each node. Raises ConfigError and NodeLostError."""
     count = str(len(names))
     return _ask(
         "srun", "--overlap", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", "--export=ALL",

@@ -1,5 +1,4 @@
-"""Run once on each node with engines: makes the node's key, which never leaves it, and keeps the certificate for it.
-
+"""Run once on each node with engines: makes the node's key and keeps the certificate for it.
 python -m meshrl.launch.nodes.member FOLDER request prints {"node", "request"}, a certificate request; with `keep` it
 reads {"certificates": {NODE: PEM}, "renewal": HOST:PORT} from stdin.
 """

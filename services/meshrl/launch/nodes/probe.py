@@ -1,5 +1,5 @@
-"""Run once on each node of a job: prints what `rl` must know about it, as a line of JSON. It imports little, since a
-first import from a cold network disk takes its time.
+"""Run once on each node of a job: prints a line of JSON for `rl`. It imports little, since a first import from a cold
+network disk takes its time.
 
 python -m meshrl.launch.nodes.probe TOKEN_FILE NUM_PORTS
 """

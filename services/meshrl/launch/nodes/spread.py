@@ -29,7 +29,7 @@ trap : TERM
 (trap '' USR1; exec "$@") & child=$!
 while :; do wait "$child"; code=$?; kill -0 "$child" 2>/dev/null || exit "$code"; done
 """
-"""Runs a program on a node and drains it on USR1, which srun hands on; on TERM srun kills its step at once."""
+"""Drains a program on USR1, which srun hands on; on TERM srun kills its step at once."""
 
 AS_RANK = 'export RANK=$((FIRST_RANK + SLURM_PROCID)) LOCAL_RANK=$SLURM_LOCALID; exec "$@"'
 
@@ -47,7 +47,7 @@ class Spread:
 
 
 def spread_over(config: RLConfig, nodes: Sequence[JobNode]) -> tuple[RLConfig, Spread]:
-    """The configuration with addresses of these nodes. Raises ConfigError for sizes that do not fit them."""
+    """Raises ConfigError for sizes that do not fit the nodes."""
     given = config.deployment
     trainers, hosts = nodes[: given.num_train_nodes], nodes[given.num_train_nodes :]
     for key in ("trainer_gpu_ids", "inference_gpu_ids", "num_engines"):
@@ -103,7 +103,7 @@ def _at(node: JobNode, server: ServerConfig, given: RunDeploymentConfig) -> Serv
 def on_nodes(
     programs: Sequence[Program], spread: Spread, layout: Layout, free_port: Callable[[str], int]
 ) -> list[Program]:
-    """The programs as steps of the job, each on its node; one for each node of a trainer."""
+    """As steps of the job; one for each node of a trainer."""
     started: list[Program] = []
     engines = iter(spread.engines)
     numbers: dict[str, int] = {}
@@ -122,7 +122,7 @@ def on_nodes(
 
 
 def link_logs(layout: Layout) -> None:
-    """Makes logs/trainer.log and logs/inference.log those of the first node."""
+    """logs/trainer.log and logs/inference.log are those of the first node."""
     for name in ("trainer", "inference"):
         log_place(layout, f"{name}.log").symlink_to(f"{name}/node_0.log")
 
@@ -174,5 +174,5 @@ def _engines_per_node(each: int, gpus: int) -> int:
 
 
 def _with(section: Section, **values: object) -> Section:
-    """A copy with some keys set anew, which remembers which keys were given."""
+    """Remembers which keys were given."""
     return section.model_copy(update=values)

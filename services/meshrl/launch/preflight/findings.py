@@ -1,4 +1,4 @@
-"""The input of a preflight check (`Plan`) and its output (`Finding`)."""
+"""Input and output of a preflight check."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:  # the process of `plugins` does without them
     from meshrl.launch.config import RLConfig
 
 Severity = Literal["error", "warning", "note"]
-"""An error stops the run; a warning costs something that the user may miss; a note is good to know."""
+"""An error stops the run; a warning may cost something; a note does not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,15 +24,15 @@ class Finding:
 class Plan:
     config: RLConfig
     parts: Sequence[Part]
-    """Its programs; none if they could not be composed, which is a finding of its own."""
+    """None if they could not be composed, which is a finding of its own."""
 
     gpus: Sequence[str] = ()
     chosen_ports: Collection[int] = field(default_factory=frozenset)
     elsewhere: Collection[str] = ()
-    """Addresses of other nodes, where nothing can be tried from here."""
+    """Addresses of other nodes."""
 
     folder_in_use: bool = False
-    """Another run lives in the output folder, so its ports and hub are taken."""
+    """By another run, so its ports and hub are taken."""
 
 
 Check = Callable[[Plan], Iterable[Finding]]
