@@ -235,8 +235,8 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         return run.book.info() if self.host is None else self.host.info(run)
 
     async def SuspendRun(self, request: pb.SuspendRunRequest, context: object) -> pb.SuspendRunResponse:  # noqa: N802 - gRPC's name
-        host = self._host_of(request.run_id)
-        run = await self._changed(request, lambda: host.suspend(request.run_id, request.message))
+        host, by = self._host_of(request.run_id), str(CALLER.get() or "")
+        run = await self._changed(request, lambda: host.suspend(request.run_id, request.message, by=by))
         return pb.SuspendRunResponse(run=run)
 
     async def ResumeRun(self, request: pb.ResumeRunRequest, context: object) -> pb.ResumeRunResponse:  # noqa: N802 - gRPC's name

@@ -1,9 +1,10 @@
-"""What a tenant may train in a day, and how many runs it may have."""
+"""What a tenant may train in a day, how many runs it may have, and its name at what it does."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,8 +13,16 @@ from meshrl.client.trust import Role, Scope
 from meshrl.core.config import ConfigError
 from meshrl.core.rpc.guard import CALLER, Caller
 from meshrl.trainer.runs.quotas import DAY_S, Quotas
+from meshrl.trainer.service import TrainerServicer
+from meshrl.v1 import trainer_pb2 as pb
 from meshrl.wire.errors import MeshError, Reason
 from tiny_qwen3 import save_tiny_qwen3
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return save_tiny_qwen3(tmp_path_factory.mktemp("model"), vocab_size=48, num_hidden_layers=1, **shape)
 
 
 @pytest.fixture
@@ -59,9 +68,17 @@ async def test_callers_without_a_quota_are_not_counted(tmp_path: Path) -> None:
     assert not (tmp_path / "quotas.json").exists()
 
 
-async def test_a_tenant_has_so_many_runs_also_after_a_restart(tmp_path: Path) -> None:
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-    model = save_tiny_qwen3(tmp_path / "model", vocab_size=48, num_hidden_layers=1, **shape)
+async def test_a_suspension_names_the_caller(model: str, tmp_path: Path, tenant: Caller) -> None:
+    nothing: Any = None
+    async with many_runs(load(model), tmp_path) as mesh:
+        await mesh.create("small")
+        servicer = TrainerServicer(mesh.table, nothing, on_drained=lambda: None)
+        servicer.host = mesh.host
+        answer = await servicer.SuspendRun(pb.SuspendRunRequest(run_id="small", message="to look at it"), None)
+        assert (answer.run.suspension.message, answer.run.suspension.by) == ("to look at it", "tenant/x")
+
+
+async def test_a_tenant_has_so_many_runs_also_after_a_restart(model: str, tmp_path: Path) -> None:
     quota = {"account": "t1", "most": 1}
     async with many_runs(load(model), tmp_path) as mesh:
         await mesh.create("small", request_id="r1", **quota)
