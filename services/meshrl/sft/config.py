@@ -60,8 +60,8 @@ class TokenizerConfig(BaseConfig):
     """Tokenizer, by folder or hub name, saved with the weights. None takes the model's."""
 
     chat_template: str | None = None
-    """Chat template in place of the tokenizer's own, saved with the weights: a file, the text of a Jinja template, or
-    the name of one that comes with sft (qwen3, which keeps the thinking of earlier turns)."""
+    """Chat template in place of the tokenizer's own, saved with the weights: a file, a Jinja text, or one that comes
+    with sft (qwen3, which keeps the thinking of earlier turns)."""
 
 
 class SFTDeploymentConfig(DeploymentConfig):
@@ -120,9 +120,8 @@ class SFTConfig(TrainingConfig):
     """The tokenizer and its chat template."""
 
     renderer: dict[str, Any] = Field(default={})
-    """Renderer of conversations in place of the chat template: {name = "qwen3"} or another name of the renderers
-    package, with its options; "auto" takes the one made for model.name. With it messages need not render the same in
-    every place. Empty: the chat template."""
+    """Renderer of conversations in place of the chat template, by a name of the renderers package and its options, such
+    as {name = "qwen3"}; "auto" takes that of model.name. Messages then need not render the same in every place."""
 
     loss_mask: LossMaskConfig = LossMaskConfig()
     """Whose messages are learned. A message with weight, loss_mask, trainable or train (0 or 1) decides for itself."""

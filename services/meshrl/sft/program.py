@@ -62,9 +62,8 @@ def run_rank(config: SFTConfig, rank: int) -> None:
 
 
 def train(config: SFTConfig, signals: Sequence[str], parallel: RankGroup) -> None:
-    """The program between joining the group and leaving it. It ends early, with its weights saved, after the step in
-    which a signal's name comes into `signals`. Raises ModelError, DataError, CheckpointError, StepError or
-    UpdateError."""
+    """The program between joining the group and leaving it; `signals` end it early. Raises ModelError, DataError,
+    CheckpointError, StepError or UpdateError."""
     layout = Layout(config.output_dir)
     tokenizer = load_sft_tokenizer(config.text)
     checks: list[DataCheck] = []

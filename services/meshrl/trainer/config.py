@@ -65,10 +65,10 @@ class TrainerConfig(TrainingConfig):
     prompt is long enough to pay. Models with sliding windows, capped scores or attention of their own cannot share."""
 
     enable_router_replay: bool = False
-    """Mixtures of experts: send each token through the experts that the engine chose for it (router replay, R3).
-    Engines and trainer then differ less. Each token takes layers x experts bytes more on its way: 384 for
-    Qwen3-30B-A3B, 12 MB for 32k tokens. Refused over slow links (orchestrator.exchange, weight_broadcast.relays or
-    max_mbps), unless router_replay_over_wan is set."""
+    """Mixtures of experts: send each token through the experts that the engine chose for it (router replay, R3), so
+    that engines and trainer differ less. Each token takes layers x experts bytes more: 384 for Qwen3-30B-A3B. Refused
+    over slow links (orchestrator.exchange, weight_broadcast.relays or max_mbps), unless router_replay_over_wan is
+    set."""
 
     router_replay_over_wan: bool = False
     """Allow enable_router_replay over slow links."""
@@ -78,8 +78,8 @@ class TrainerConfig(TrainingConfig):
     that wakes. rl sets it with inference.sleep_while_training."""
 
     hub_deadline_s: float = Field(default=240.0, ge=0.0)
-    """At start, how long to look for the weight hub and, with `weight_broadcast.type` auto, for a first engine, which
-    takes minutes to load a large model. Less than the orchestrator's `deadlines.startup_s`."""
+    """At start, how long to look for the weight hub and, with `weight_broadcast.type` auto, for a first engine. Less
+    than the orchestrator's `deadlines.startup_s`."""
 
     publish_deadline_s: float = Field(default=600.0, gt=0.0)
     """Seconds for which the publication of a version may write, hash and send no byte before the trainer ends."""

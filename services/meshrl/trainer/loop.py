@@ -149,10 +149,9 @@ class _Member:
 
 class FairScheduler:
     """Divides the training thread among runs: deficit round robin (Shreedhar and Varghese, 1995) over slices of
-    batches. `quantum_tokens` are those that a run of share 1 is given at each turn.
+    batches. `quantum_tokens` are given to a run of share 1 at each turn.
 
-    A run trains slices while its credit lasts, and keeps the rest for its next turn as long as it has work. A run that
-    has work waits for the quanta of the other runs, and for at most one slice more of each.
+    A run that has work waits for the quanta of the other runs, and for at most one slice more of each.
     """
 
     def __init__(self, quantum_tokens: int) -> None:
@@ -172,9 +171,9 @@ class FairScheduler:
             self._at_turn = None
 
     def next_run(self, slices: Mapping[str, int]) -> str | None:
-        """The run that trains now; None when none can. `slices`: tokens of the next slice of each run that can train.
+        """The run that trains now, of those that can. `slices`: tokens of the next slice of each.
 
-        A run that is left out loses its turn and its credit, but not its debt, so that it cannot save up a burst.
+        A run that is left out loses its credit, but not its debt, so that it cannot save up a burst.
         """
         for run_id, member in self._members.items():
             if run_id not in slices:

@@ -19,10 +19,9 @@ MAX_BYTES = 2**20
 def step_metrics(result: StepResult, environments: Sequence[str]) -> dict[str, float]:
     """Loss, policy and optimizer metrics of a step.
 
-    `mismatch_kl` is the estimator r - log r - 1 (http://joschu.net/blog/kl-approx.html) of each loss token, with
-    log r = trainer logprob - inference logprob: an unbiased, never negative estimate of KL(inference || trainer).
-    `mismatch_abs` is |log r|. `loss/mean` is the whole objective, `loss/rl`, `loss/ce` and `loss/ref_kl` are its terms,
-    another `loss/<name>` is what the rl term's loss measured. `masked_advantage_*` are shares of all loss tokens.
+    `mismatch_kl` is r - log r - 1 (http://joschu.net/blog/kl-approx.html) of each loss token, with log r = trainer
+    logprob - inference logprob: an unbiased, never negative estimate of KL(inference || trainer). `mismatch_abs` is
+    |log r|. `loss/mean` is the whole objective; another `loss/<name>` is one of its terms, or a metric of the rl term.
     """
     tokens = result.tokens
     log_ratio = tokens.logprobs.astype(np.float64) - tokens.inference_logprobs
@@ -52,10 +51,10 @@ def step_metrics(result: StepResult, environments: Sequence[str]) -> dict[str, f
 def rollout_logprobs(
     batch: Batch, logprobs_N: NDArray[np.float32], passes: Sequence[Sequence[int]] | None = None
 ) -> dict[str, NDArray[np.float32]]:
-    """The logprobs of each rollout that the batch asks for, if it has loss tokens, in the order of the batch's rows.
+    """Those of each rollout that the batch asks for, if it has loss tokens, in the order of the batch's rows.
 
     `logprobs_N` are those of the N loss tokens of the batch: pass after pass, in each rank after rank and row after
-    row. `passes` has the rows of each; None is one pass of all rows.
+    row. `passes` None is one pass of all rows.
     """
     if not batch.logprob_rollouts:
         return {}

@@ -47,8 +47,8 @@ class OpenRun:
         self._initial: Captured | None = initial
 
     async def first(self) -> None:
-        """Publishes the version that the run starts with. Programs start in any order: it waits for an absent hub, up
-        to hub_deadline_s. Raises MeshError and OSError."""
+        """Publishes the version that the run starts with. Waits for an absent hub, up to hub_deadline_s. Raises
+        MeshError and OSError."""
         deadline = time.monotonic() + self._options.hub_deadline_s
         while self._initial is not None:
             try:

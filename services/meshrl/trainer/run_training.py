@@ -1,7 +1,7 @@
 """Trains one run on rank 0: its steps, versions, checkpoints and metrics. The loop gives it its turns.
 
-The slices of a step are passed, then it is made, then its version is captured. Only the last waits, for the publication
-of the version before. A failure in an added run suspends that run alone.
+A step's slices are passed, then it is made, then its version is captured, once the version before is published. A
+failure in an added run suspends that run alone.
 """
 
 from __future__ import annotations

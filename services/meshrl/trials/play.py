@@ -49,9 +49,8 @@ class TrialRun:
         return plan_trials(self.spans, seed=self.seed, checkpoint=checkpoint, done=self.results.done)
 
     async def play(self, checkpoint: str, version: int | None, on_end: OnEnd) -> None:
-        """Plays the trials of one checkpoint that are not done; `on_end` gets each with its outcome. Every token must
-        be sampled by `version`, if given. Raises RunError when nothing works any more, and errors of `on_end`; running
-        trials are then cancelled."""
+        """Plays the trials of one checkpoint that are not done; `on_end` gets each with its outcome. `version`, if
+        given, must sample every token. Raises RunError when nothing works any more, and errors of `on_end`."""
         trials = self._missing(checkpoint)
         missing = Counter(trial.environment for trial in trials)
         before = {span.environment: span.rollouts - missing[span.environment] for span in self.spans}

@@ -71,12 +71,8 @@ def training_batches(
     dp_size: int = 1,
     progress: DataProgress | None = None,
 ) -> Iterator[SFTBatch]:
-    """Endless steps; each is divided among `dp_size` ranks.
-
-    `parts` maps names of the data's parts to their identity; `drawn` continues from `progress`. With pack_function cat
-    a step takes samples, at least one, until one more would exceed batch_size * seq_len tokens. Raises DataError when a
-    whole epoch has nothing to learn.
-    """
+    """Endless steps, each divided among `dp_size` ranks. `parts` maps names to identities; `drawn` continues from
+    `progress`. Raises DataError when a whole epoch has nothing to learn."""
     usable = _Usable(drawn, data)
     names = list(parts)
     counts = progress or DataProgress()

@@ -38,11 +38,8 @@ class DataCheck:
 def check_data(
     text: TextSettings, data: DataConfig, *, show: int = 0, validated: DataConfig | None = None
 ) -> list[DataCheck]:
-    """Tokenizes the first rows of each part; shows so many of the training data.
-
-    Raises DataError for data that is missing or malformed, and ModelError for a tokenizer, template or renderer that
-    cannot be loaded.
-    """
+    """Tokenizes the first rows of each part; shows so many of the training data. Raises DataError, and ModelError for
+    a tokenizer, template or renderer that cannot be loaded."""
     found = _checked(text, data, show=show)
     return found + (_checked(text, validated, show=0) if validated is not None else [])
 

@@ -62,8 +62,7 @@ def _rendered(
 ) -> tuple[list[int], NDArray[np.bool_]]:
     """Tokens and (T,) mask by a renderer. Raises DataError.
 
-    An assistant's sampled text is learned with its end-of-turn token, also where the template leaves out the last; of
-    other roles the text without its markup.
+    An assistant's text is learned with its end-of-turn token, of other roles the text without its markup.
     """
     from renderers import build_training_sample
 

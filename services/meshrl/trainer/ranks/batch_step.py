@@ -19,8 +19,8 @@ Outcome = StepResult | StepError | UpdateError | None
 
 
 class BatchStep:
-    """The step that a batch makes. Every rank has one, and calls `pass_slices` alike. Other runs may have their turn
-    between two slices, while the run's gradient waits."""
+    """The step that a batch makes, on every rank. Other runs may have their turn between two slices, while the run's
+    gradient waits."""
 
     def __init__(self, run: RunState, micro_batches: Sequence[MicroBatch]) -> None:
         self.run = run
@@ -46,10 +46,9 @@ class BatchStep:
 
 
 def pass_slices(learner: Learner, steps: Sequence[BatchStep], slices: int = 1) -> list[Outcome]:
-    """Passes the next slices of the steps together, and makes the steps that they complete.
+    """Passes the next slices of the steps together, and makes those that they complete; None while slices are left.
 
-    Returns for each step its result, its failure, or None while slices are left. A shared pass that fails is repeated
-    with each step by itself, so that only the one at fault fails.
+    A shared pass that fails is repeated with each step by itself, so that only the one at fault fails.
     """
     taken, together = [step.take(slices) for step in steps], False
     if len(steps) > 1:

@@ -1,11 +1,10 @@
 """Finds the runs that have a folder: <output_dir>/run_*/control/orch.toml, the configuration of a run's orchestrator.
 
     run_NAME/control/orch.toml                      read: model.lora, optim, scheduler, loss, ckpt and some values
-    run_NAME/control/config_validation_error.txt    written: why the run is not taken up, until its file is right
-    run_NAME/control/evicted.txt                    written: why the trainer has suspended it; deleted, it goes on
-    run_NAME/{checkpoints,weights,epoch}            what the trainer keeps of the run
+    run_NAME/control/config_validation_error.txt    written: why the run is not taken up
+    run_NAME/control/evicted.txt                    written: why the trainer suspended it; deleted, it goes on
 
-A run is created once its file is valid and there is a place for it, and deleted once its file or folder is gone.
+A run is created once its file is valid and there is a place, and deleted once its file or folder is gone.
 """
 
 from __future__ import annotations

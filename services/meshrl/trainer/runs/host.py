@@ -1,7 +1,6 @@
 """Creates, suspends, resumes and deletes the runs beside a trainer's own, and brings them back after a restart.
 
-On the event loop of rank 0; the training thread does all work on the model, between two turns. The runs are listed in
-<output_dir>/runs/index.json.
+On the event loop of rank 0; the training thread does all work on the model. <output_dir>/runs/index.json lists them.
 """
 
 from __future__ import annotations
@@ -137,9 +136,8 @@ class RunHost:
     ) -> RunInfo:
         """Adds a run, which goes on from the newest checkpoint of its folder, if any.
 
-        Returns once its adapter is there; its batches are trained once its first version is published. A request that
-        made the run before a restart finds it. The `account` may have `most` runs. Raises MeshError RUN_EXISTS,
-        RUN_LIMIT_REACHED, NO_ROOM_FOR_RUN and INVALID_REQUEST.
+        Returns once its adapter is there. A request that made the run before a restart finds it. The `account` may have
+        `most` runs. Raises MeshError RUN_EXISTS, RUN_LIMIT_REACHED, NO_ROOM_FOR_RUN and INVALID_REQUEST.
         """
         known = self._added.get(run_id)
         if known is None or not request_id or known.row.request_id != request_id:

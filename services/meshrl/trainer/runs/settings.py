@@ -94,9 +94,8 @@ class RunSettings(BaseConfig):
     def from_spec(
         cls, spec: RunSpec | None, own: RunSettings, start: tuple[StartFrom, LoraConfig | None] | None = None
     ) -> RunSettings:
-        """Those of a new run, with its `own` for what a spec leaves out. `start` is the spec's checkpoint, and the
-        adapter of that run if it is here. Raises MeshError INVALID_REQUEST with each field that cannot be trained, and
-        RUN_LIMIT_REACHED."""
+        """Those of a new run, with `own` for what a spec leaves out. `start` is the spec's checkpoint, and the adapter
+        of that run if it is here. Raises MeshError INVALID_REQUEST and RUN_LIMIT_REACHED."""
         spec = spec or RunSpec()
         if own.lora is None:
             raise MeshError(

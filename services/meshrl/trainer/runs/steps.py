@@ -1,8 +1,7 @@
 """A run's steps between the service and the training thread: batches in one direction, reports in the other.
 
-A step moves QUEUED -> RUNNING -> DONE or FAILED. Steps are accepted in order, without gaps. When one fails, those
-queued behind it fail too, and the failed step is the next to submit. The book is read and written on the event loop
-only, which gets the thread's reports in order.
+A step moves QUEUED -> RUNNING -> DONE or FAILED. Steps come in order, without gaps. When one fails, those behind it
+fail too, and it is the next to submit. The book is read and written on the event loop only.
 """
 
 from __future__ import annotations
@@ -267,7 +266,7 @@ Work = Batch | SaveRequest
 
 class TrainingQueue:
     """Gives one run's batches and save requests to the training thread, and its reports to watchers. Made on the event
-    loop that serves it. With `held` it gives nothing out until `open` is called."""
+    loop. With `held` it gives nothing out until `open`."""
 
     def __init__(self, book: StepBook, changed: Pulse, *, held: bool = False) -> None:
         """`changed` beats after each change; the queues of a trainer share it."""

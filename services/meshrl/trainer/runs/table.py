@@ -91,8 +91,8 @@ class RunTable:
         return await asyncio.wrap_future(done)
 
     def take(self, idle: Set[str], *, wait: bool, until: Callable[[], bool] = lambda: False) -> Future[Taken | None]:
-        """For the training thread: all calls, and the next work of each of the `idle` runs; None once the own queue is
-        closed. With `wait` it is done once there is something, or `until` holds after a report."""
+        """All calls, and the next work of each of the `idle` runs; None once the own queue is closed. With `wait` it is
+        done once there is something, or `until` holds after a report."""
         return asyncio.run_coroutine_threadsafe(self._take(idle, wait, until), self._loop)
 
     async def _take(self, idle: Set[str], wait: bool, until: Callable[[], bool]) -> Taken | None:
