@@ -1,12 +1,12 @@
 """Downloads the missing chunks of a version over as many connections as make it faster, and resumes where one broke.
 
-Used by agents and relays. Each connection asks for the next bytes that no other has asked for (`versions.ranges`). A
-broken one gives back its missing bytes, so only bytes under way are sent twice. A download has no deadline, since a
-large version may take as long as its link needs: it ends when nothing came for `stall_s`.
+Used by agents and relays. Each connection asks for the next bytes that no other has asked for (`versions.ranges`), so
+only bytes under way on a broken one are sent twice. A download has no deadline: it ends when nothing came for
+`stall_s`.
 
-Connections stay open for the next version. After much came from far away over them, new ones take their place: every
-lost packet halves a TCP connection's window, which then grows slowly, while a new connection doubles its window with
-every round trip until it loses its first packet.
+Connections stay open for the next version. After much came from far away, new ones take their place: every lost packet
+halves a TCP connection's window, which then grows slowly, while a new connection doubles its window with every round
+trip until it loses its first packet.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _now() -> float:
 
 
 class Downloader:
-    """Fetches versions from relays or the hub; keeps its connections and measurements from version to version."""
+    """Keeps its connections and measurements from version to version."""
 
     def __init__(self, hub: WeightSyncClient, limits: LinkLimits, relays: Sequence[str] = ()) -> None:
         """`relays`: addresses to ask before the hub."""
@@ -64,12 +64,11 @@ class Downloader:
     async def pull(
         self, held: VersionBytes, artifact_id: str, on_bytes: Callable[[int], object] = lambda count: None
     ) -> int:
-        """Fetches every missing chunk of a version; returns how many bytes came, those that came twice included.
+        """Fetches every missing chunk; returns how many bytes came, those that came twice included.
 
-        `on_bytes` is called with the number of bytes whenever some were put.
-
-        Raises MeshError: CHUNK_CORRUPT when the link damages every copy, UNKNOWN_VERSION when the bytes are gone,
-        DIGEST_MISMATCH when they changed at the hub, UNREACHABLE when nothing came for `stall_s`."""
+        `on_bytes` gets the number of bytes whenever some were put. Raises MeshError: CHUNK_CORRUPT when the link
+        damages every copy, UNKNOWN_VERSION when the bytes are gone, DIGEST_MISMATCH when they changed at the hub,
+        UNREACHABLE when nothing came for `stall_s`."""
         if not held.missing:
             return 0
         came, source = await _Download(self, held, artifact_id, on_bytes).run(), self.sources.choose(_now())
@@ -162,7 +161,7 @@ class _Download:
         self._numbers.discard(number)
 
     def _claim_bytes(self, source: ByteSource, rate: float) -> int:
-        """How much to ask for at once: enough to keep the connection busy, and no bytes that the others could fetch."""
+        """Enough to keep the connection busy, and no bytes that the others could fetch."""
         size = FIRST_CLAIM if not rate else max(SMALLEST, min(round(rate * CLAIM_S), LARGEST_CLAIM))
         if self._downloader.rate_limit.bytes_per_s:
             size = min(
@@ -176,7 +175,7 @@ class _Download:
         return min(size, max(least, round(rate * LEAST_CLAIM_S), share))
 
     async def _fetch(self, claim: Claim, number: int, rate: float) -> float:
-        """Fetches a claim, or what others leave of it; returns the rate. Raises MeshError."""
+        """Fetches a claim, or what others leave of it; returns the rate."""
         if claim.at == claim.end:  # others had all of it while it waited for the rate limit
             return rate
         source, began_s = self._downloader.sources.choose(_now()), _now()
@@ -229,7 +228,7 @@ class _Download:
             raise MeshError(Reason.UNREACHABLE, f"the stream ended {end - at} bytes early")
 
     async def _take(self, claim: Claim, piece: Chunk, now_s: float) -> None:
-        """Checks and stores bytes of a claim; whole chunks on a thread, so that the loop goes on."""
+        """Checks and stores bytes of a claim; whole chunks on a thread."""
         start, length = claim.at, len(piece.data)
         had = start - piece.offset  # another connection was faster
         whole = piece if not had and start + length <= claim.end and self._held.is_chunk(start, length) else None

@@ -1,7 +1,7 @@
-"""The bytes of a version on an engine's host: in mapped files or in memory, without a second copy; and their check.
+"""The bytes of a version on an engine's host, for agents: in mapped files or in memory, without a second copy.
 
-Used by agents. A version on a shared filesystem is mapped in place. One that comes in chunks is put into a buffer, or,
-for an engine whose model runs in other processes, into a safetensors file in shared memory.
+A version on a shared filesystem is mapped in place. One that comes in chunks is put into a buffer or, for an engine
+whose model runs in other processes, into a safetensors file in shared memory.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Bytes = NDArray[np.uint8]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HostBytes:
-    """A version's byte stream on this host: `parts` are (offset, bytes); `own` is a file that `release` deletes."""
+    """A version's byte stream: `parts` are (offset, bytes); `own` is a file that `release` deletes."""
 
     parts: tuple[tuple[int, Bytes], ...]
     files: tuple[Path, ...] = ()
@@ -69,7 +69,7 @@ class HostBytes:
         return made
 
     def copy_into(self, other: HostBytes) -> None:
-        """Copies all bytes into another version's, which are in one part. Blocking."""
+        """Copies all bytes into those of another version, in one part. Blocking."""
         target = other.parts[0][1]
 
         def copy(piece: tuple[int, Bytes]) -> None:
@@ -85,10 +85,9 @@ class HostBytes:
                 yield offset + at, data[at : at + most]
 
     def wrong_tensor(self, manifest: Manifest, stop: threading.Event) -> str | None:
-        """Name of the first tensor whose digest is not the manifest's; None: all are right. Blocking.
+        """Name of the first tensor whose digest is not the manifest's; None: all are right, or `stop` is set. Blocking.
 
-        Additive digests are slow on a host, so the hashes of the chunks, which cover the same bytes, are checked in
-        their place. Ends early, with None, once `stop` is set.
+        Additive digests are slow on a host, so the hashes of the chunks are checked in their place.
         """
         additive = manifest.digest_algorithm == SUM128 and len(manifest.chunks) > 0
 
@@ -124,10 +123,7 @@ class HostBytes:
 
 
 def map_files(entries: Sequence[FileEntry]) -> HostBytes:
-    """Maps a publisher's files. Raises OSError for one that is missing, unreadable, too short or not a regular one.
-
-    A publisher never changes a file once it has its name, so it is not cut short below a mapping.
-    """
+    """Maps a publisher's files. Raises OSError for one that is missing, unreadable, too short or not a regular one."""
     parts = []
     for entry in entries:
         fd = open_regular(entry.path)
@@ -153,17 +149,16 @@ class Spool:
     """Makes files for versions in chunks, in a folder of one engine, which its next start empties."""
 
     def __init__(self, folder: Path | None, name: str) -> None:
-        """`folder`: where to put that folder; None is shared memory, or the temporary folder while that is full."""
+        """`folder`: its parent; None is shared memory, or the temporary folder while that is full."""
         self._name = name
         self._choices = [folder] if folder is not None else [SHM, Path(tempfile.gettempdir())]
         for choice in self._choices:
             shutil.rmtree(choice / self._name, ignore_errors=True)  # of an engine that was killed
 
     def room_for(self, manifest: Manifest, *, for_writes: bool = False) -> HostBytes:
-        """A safetensors file for a version, its payload to be filled.
+        """A safetensors file for a version, its payload to be filled; `for_writes`: by writes to the file alone.
 
-        All of it is allocated, unless it is filled by writes to the file alone (`for_writes`), which allocate as they
-        go. Raises MeshError OVERLOADED: no room.
+        Raises MeshError OVERLOADED: no room.
         """
         try:
             header = safetensors_header(manifest.tensors)
@@ -207,7 +202,6 @@ class Spool:
 
 
 def no_room(version: int, folders: Sequence[Path], error: Exception) -> MeshError:
-    """The MeshError OVERLOADED for a version that cannot be written to any of `folders`."""
     where = " or ".join(map(str, folders))
     text = f"version {version} cannot be written to {where} on this host: {error}; free some space there"
     return MeshError(Reason.OVERLOADED, f"{text}, and it is brought here again")

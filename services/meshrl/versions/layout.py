@@ -1,7 +1,4 @@
-"""The layout of a model's weights: what a version must have so that an engine can apply it; and torch's element types.
-
-Engines describe their model by it, agents compare it with a manifest, and staging checks what came against it.
-"""
+"""The layout of a model's weights, by which versions are compared with an engine's model; and torch's element types."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ Layout = tuple[Spec, ...]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The contract's name of a torch type, such as "bfloat16"; torch's own where the contract has none."""
+    """The contract's name of a torch type, or torch's own where the contract has none."""
     return _NAMES.get(dtype) or str(dtype).removeprefix("torch.")
 
 
@@ -36,7 +33,7 @@ def layout_of(tensors: Mapping[str, torch.Tensor]) -> Layout:
 
 
 def mismatch(version: int, ours: Layout, theirs: Iterable[Spec]) -> MeshError | None:
-    """The LAYOUT_MISMATCH that names where a version's tensors and the engine's differ; None when they do not."""
+    """The LAYOUT_MISMATCH that names where a version's tensors and the engine's differ, if they do."""
     wanted = {name: (dtype, shape) for name, dtype, shape in ours}
     came = {name: (dtype, shape) for name, dtype, shape in theirs}
     differences = [f"missing {name}" for name in wanted if name not in came]

@@ -1,10 +1,7 @@
 """LoRA adapters in PEFT's format: the names of tensors, the two files of a folder, and which shapes fit a model.
 
-The trainer names and writes adapters by it, engines check, merge and load them. Format:
-https://huggingface.co/docs/peft/developer_guides/checkpoint
-
-A layer is the full name of a linear layer, such as model.layers.0.self_attn.q_proj; its two matrices are A (rank,
-inputs) and B (outputs, rank).
+Format: https://huggingface.co/docs/peft/developer_guides/checkpoint. A layer is the full name of a linear layer, such
+as model.layers.0.self_attn.q_proj; its two matrices are A (rank, inputs) and B (outputs, rank).
 """
 
 from __future__ import annotations
@@ -99,7 +96,7 @@ def config_of(table: JsonObject) -> AdapterConfig:
 def write_folder(folder: Path, tensors: Mapping[str, torch.Tensor], table: Mapping[str, object]) -> None:
     """Writes a folder that PEFT and vLLM load, of tensors in PEFT's names. Raises OSError.
 
-    Other threads go on meanwhile; safetensors' own `save_file` holds them up for a tenth of a second.
+    safetensors' own `save_file` would hold other threads up for a tenth of a second.
     """
     folder.mkdir(parents=True, exist_ok=True)
     plans = plan_tensors(layout_of(tensors))
@@ -131,10 +128,9 @@ class AdaptedWeight:
 def check_fit(
     version: int, adapter: AdapterConfig, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, Sequence[int]]
 ) -> list[AdaptedWeight]:
-    """Returns the weights that an adapter changes, which every tensor of it must.
+    """The weights that an adapter changes; `shapes` are those of the base weights by Hugging Face name.
 
-    `shapes` are those of the base weights by Hugging Face name. Raises MeshError LAYOUT_MISMATCH naming the first
-    tensor that does not fit.
+    Raises MeshError LAYOUT_MISMATCH naming the first tensor that does not fit.
     """
 
     def refuse(why: str) -> MeshError:

@@ -1,8 +1,8 @@
 """Where the elements of a version's tensors lie in an engine's own parameters: learned once, then used for deltas.
 
-Engines hold tensors fused, divided over ranks, and under other names. What loads a version copies parts of its tensors
-into parts of parameters; a `PlacementTracer` watches these copies. With this `WeightPlacement` a delta changes the
-parameters in place, without the tensors being anywhere in full, and each rank digests the parts that it holds.
+Engines hold tensors fused, divided over ranks, and under other names. A `PlacementTracer` watches the copies by which a
+version is loaded. With this `WeightPlacement` a delta changes the parameters in place, and each rank digests the parts
+that it holds.
 
 Legend: C changes.
 """
@@ -37,7 +37,7 @@ PartDigests = Mapping[str, Mapping[str, tuple[int, Sequence[int]]]]
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
-    """A part of a tensor, and where it lies in a parameter: one view of each, of the same shape, in elements."""
+    """A part of a tensor, and where it lies in a parameter: views of the same shape, in elements."""
 
     tensor: str
     parameter: str
@@ -72,10 +72,7 @@ class Move:
         return held.as_strided(self.shape, self.to_stride, held.storage_offset() + self.to_offset)
 
     def locate(self, at_C: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Of elements of the tensor: which are in this part (None: all), and where these lie in the parameter.
-
-        The elements are from the first of the part to the last.
-        """
+        """Of elements between the part's first and last: which are in it (None: all), and where in the parameter."""
         rest = at_C - self.from_offset
         if self.is_run:
             return None, rest * self.to_stride[0] + self.to_offset
@@ -122,7 +119,7 @@ def _move(tensor: str, parameter: str, from_offset: int, to_offset: int, steps: 
 
 
 def _joined_moves(moves: Sequence[Move]) -> list[Move]:
-    """The same parts in fewer moves: those at even distances, as a layer's experts are, become one."""
+    """Joins parts at even distances, as a layer's experts are."""
     series: list[tuple[Move, int, int, int]] = []  # the first, how many, and the distances between them
     for move in moves:
         if series:
@@ -145,7 +142,7 @@ def _joined_moves(moves: Sequence[Move]) -> list[Move]:
 
 
 class PlacementTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it
-    """Watches copies into some parameters while it is entered; `sources` are the tensors that may be copied from."""
+    """Watches copies into some parameters while it is entered; `sources` are the tensors copied from."""
 
     def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # as above
@@ -185,7 +182,7 @@ class PlacementTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
         self._moves.append(_move(tensor, target, at, to, steps))
 
     def placement(self) -> WeightPlacement | None:
-        """What was seen, where that is all of the parameters; else None, and `obstacle` has the reason."""
+        """None if not all of the parameters were seen; `obstacle` has the reason."""
         seen = dict.fromkeys(self.parameters, 0)
         for move in self._moves:
             seen[move.parameter] += move.values
@@ -215,7 +212,7 @@ class _Ranges:
 
 
 class WeightPlacement:
-    """The parts of a version's tensors that one rank holds. Blocking; on the device of the parameters."""
+    """The parts of a version's tensors that one rank holds. Blocking."""
 
     def __init__(self, moves: Sequence[Move]) -> None:
         self._moves: dict[str, list[Move]] = {}
@@ -224,13 +221,13 @@ class WeightPlacement:
 
     @classmethod
     def whole(cls, tensors: Mapping[str, torch.Tensor]) -> WeightPlacement:
-        """Of a rank that holds every tensor as a parameter of its own, by the same name."""
+        """Every tensor is a parameter, by the same name."""
         sizes = {name: tensor.numel() for name, tensor in tensors.items()}
         return cls([_move(name, name, 0, 0, [(size, 1, 1)]) for name, size in sizes.items() if size])
 
     @property
     def tensors(self) -> Collection[str]:
-        """The tensors of which this rank holds parts."""
+        """Those of which this rank holds parts."""
         return self._moves.keys()
 
     @property
@@ -240,7 +237,7 @@ class WeightPlacement:
 
     @torch.no_grad()
     def fill(self, tensors: Iterable[tuple[str, torch.Tensor]], parameters: Mapping[str, torch.Tensor]) -> None:
-        """Copies whole tensors to where their parts belong, as what was watched did."""
+        """Copies whole tensors to where their parts belong."""
         pairs = [
             (
                 move.of(parameters),
@@ -274,10 +271,7 @@ class WeightPlacement:
             raise MeshError(Reason.DIGEST_MISMATCH, text) from error
 
     def _spans(self, manifest: Manifest, width: int, at_C: torch.Tensor) -> Iterator[tuple[int, Move | None, int, int]]:
-        """(first element of its tensor, move, begin, end) of the changes [begin, end) that may lie in each move.
-
-        A tensor whose elements have another width has none.
-        """
+        """(first element of its tensor, move or None for another width, begin, end) of the changes in each move."""
         spans: list[tuple[int, Move | None, int, int]] = []
         for entry in manifest.tensors:
             first = entry.offset // width
@@ -327,10 +321,7 @@ def _lanes(move: Move, view: torch.Tensor) -> torch.Tensor:
 
 
 def check_parts(manifest: Manifest, of_ranks: Sequence[PartDigests]) -> None:
-    """Checks the digests of the parts that all ranks of an engine hold; a part that several hold counts once.
-
-    Raises MeshError DIGEST_MISMATCH naming the tensor.
-    """
+    """Checks the parts that all ranks of an engine hold. Raises MeshError DIGEST_MISMATCH naming the tensor."""
     for entry in manifest.tensors:
         parts: dict[str, tuple[int, Sequence[int]]] = {}
         copies = [found for rank in of_ranks for found in rank.get(entry.name, {}).items()]

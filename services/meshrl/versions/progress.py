@@ -1,5 +1,4 @@
-"""Whether a publication still makes progress; set by its threads, read by the training loop, which ends one that stands
-still."""
+"""Whether a publication still makes progress; read by the training loop, which ends one that stands still."""
 
 from __future__ import annotations
 
@@ -7,14 +6,14 @@ import time
 
 
 class Progress:
-    """When a publication last made progress; for any thread."""
+    """For any thread."""
 
     def __init__(self) -> None:
         self._moved_s = time.monotonic()
 
     @property
     def moved_s(self) -> float:
-        """The time of the last move, of the monotonic clock; later than now while none can be seen."""
+        """The time of the last move; later than now while none can be seen."""
         return self._moved_s
 
     def moved(self, *, unseen_s: float = 0.0) -> None:

@@ -1,8 +1,8 @@
-"""Which bytes of a version each connection fetches next: one queue for all connections of a download. No I/O, no clock.
+"""Which bytes of a version each connection of a download fetches next. No I/O, no clock.
 
-Used by `versions.downloads`. Connections claim ranges from the front. Once all are claimed, a connection without work
-also fetches a claim that stands still, or takes half of a long one, so that the end does not wait for the slowest
-connection. Whatever breaks off, every byte is taken exactly once.
+Connections claim ranges from the front. Once all are claimed, a connection without work also fetches a claim that
+stands still, or takes half of a long one, so that the end does not wait for the slowest connection. Every byte is taken
+exactly once.
 """
 
 from __future__ import annotations
@@ -14,20 +14,17 @@ from dataclasses import dataclass
 
 from meshrl.wire.types import ChunkEntry
 
-SMALLEST = 16 * 1024
-"""Bytes below which a range is not split."""
-
+SMALLEST = 16 * 1024  # bytes below which a range is not split
 SILENT_S = 2.0
 LONG_S = 1.0
 
 
 @dataclass(eq=False)
 class Claim:
-    """Bytes [at, end) that one or several connections fetch: `at` moves on as they come, `end` back as others take the
-    rest.
+    """Bytes [at, end) that are being fetched: `at` moves on as they come, `end` back as others take the rest.
 
-    `rate` is its connection's, in bytes/s, 0 while unknown. Nothing has come since `quiet_from_s`, which is infinite
-    until the bytes are asked for.
+    `rate` is in bytes/s, 0 while unknown. Nothing has come since `quiet_from_s`, which is infinite until the bytes are
+    asked for.
     """
 
     at: int
@@ -62,7 +59,7 @@ class RangeQueue:
         return sum(end - start for start, end in self._todo)
 
     def claim(self, size: int, now_s: float, rate: float = 0.0, patience_s: float = SILENT_S) -> Claim | None:
-        """Gives at most `size` bytes to a connection; None: others are about to have the rest.
+        """At most `size` bytes; None: others are about to have the rest.
 
         After `patience_s` without a byte at each connection of a claim, another one may fetch it too.
         """
@@ -96,7 +93,7 @@ class RangeQueue:
         return self._claimed(middle, end, rate)
 
     def arrived(self, claim: Claim, length: int, now_s: float) -> tuple[int, list[int]]:
-        """Takes `length` bytes at `claim.at`; returns how many of them are the claim's, and the chunks now complete."""
+        """`length` bytes came at `claim.at`; returns how many are the claim's, and the chunks now complete."""
         start, claim.at = claim.at, min(claim.at + length, claim.end)
         claim.quiet_from_s = now_s
         complete, at = [], start
@@ -111,7 +108,7 @@ class RangeQueue:
         return claim.at - start, complete
 
     def release(self, claim: Claim) -> None:
-        """A connection is done with it, or broken: the missing bytes are for others."""
+        """A connection is done with it, or broken."""
         claim.connections -= 1
         if claim.connections:
             return

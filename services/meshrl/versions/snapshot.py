@@ -1,7 +1,6 @@
 """The weights of one version as a rank of the trainer copied them between two steps, in the published form.
 
-The trainer's `Snapshotter` makes snapshots on the training thread; the transports (`versions/transports`) read them on
-the publishing threads. A snapshot shares no memory with the live weights.
+Snapshots are made on the training thread and read on the publishing threads. They share no memory with live weights.
 """
 
 from __future__ import annotations
@@ -26,10 +25,9 @@ from meshrl.wire.types import TensorEntry, VersionProbe
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Snapshot:
-    """One sender's share of a version: its rows of each tensor, cast, in one buffer on the device.
+    """One sender's share of a version: `flat` (bytes,) uint8 has its pieces of the plan, in the order they are sent.
 
-    `flat` (sender's bytes,) uint8 has the sender's pieces of the plan, in the order in which they are sent. `ready` is
-    the event after which a GPU has made the copy; None on a CPU.
+    `ready` is the event after which a GPU has made the copy; None on a CPU.
     """
 
     plan: PublishPlan
@@ -43,13 +41,13 @@ class Snapshot:
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """(offset, length) in the version's byte stream of each piece in `flat`."""
+        """(offset, length) in the version's byte stream of each piece."""
         pieces = self.plan.pieces(self.sender)
         return [(self.tensors[piece.tensor].offset + piece.start, piece.end - piece.start) for piece in pieces]
 
 
 class SideStream:
-    """A publisher's stream beside training, one for all versions, since torch keeps memory by stream."""
+    """A CUDA stream beside training, one for all versions, since torch keeps memory by stream."""
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
@@ -70,7 +68,7 @@ class SideStream:
 
 
 class HostCopies:
-    """Brings one snapshot after the other into host memory: pinned, so that copies are as fast as the bus."""
+    """Brings one snapshot after the other into pinned host memory."""
 
     def __init__(self) -> None:
         self._pinned: torch.Tensor | None = None
@@ -94,11 +92,10 @@ class HostCopies:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Captured:
-    """What a capture gives to rank 0's publisher.
+    """A capture, for rank 0's publisher.
 
-    `gathered`: all weights by name, where rank 0 gathers them; they must not change until they are published. Else each
-    sender rank holds its own snapshot. `parts_s`: seconds by part of the capture. `probe` waits for what the model
-    computes with these weights, to go with the version.
+    `gathered`: all weights by name, unchanged until they are published; None where each sender rank holds its own
+    snapshot. `parts_s`: seconds by part of the capture. `probe` waits for the version's probe.
     """
 
     gathered: Mapping[str, torch.Tensor] | None = None
@@ -116,8 +113,8 @@ def take_snapshot(
 ) -> Snapshot:
     """Casts this sender's rows (`shards`, by name, any floating-point type) into a flat buffer.
 
-    A tensor of which the sender has no rows may be missing in `shards`. `reuse` is the buffer of an earlier snapshot
-    that is not read any more. Raises ValueError if the rows are not those of the plan.
+    `reuse` is the buffer of an earlier snapshot that is not read any more. Raises ValueError if the rows are not those
+    of the plan.
     """
     num_bytes = plan.sender_bytes(sender)
     fits = reuse is not None and reuse.numel() == num_bytes and reuse.device == device
@@ -138,8 +135,7 @@ def take_snapshot(
 
 
 def whole_snapshot(state: Mapping[str, torch.Tensor], reuse: torch.Tensor | None = None) -> Snapshot:
-    """A copy of all weights in host memory, as the snapshot of an only sender; `reuse` as in `take_snapshot`. Raises
-    ValueError for a type that the contract lacks."""
+    """As `take_snapshot`, in host memory, for an only sender. Raises ValueError for a type that the contract lacks."""
     tensors = plan_tensors((name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in state.items())
     plan = PublishPlan(tensors=tensors)
     return take_snapshot(plan, state, 0, torch.device("cpu"), reuse=reuse)
@@ -149,7 +145,7 @@ S = TypeVar("S")
 
 
 class HeldSnapshot(Generic[S]):
-    """The newest snapshot of a rank: put here by its training thread, read by its publishing thread."""
+    """The newest snapshot of a rank, between its training and its publishing thread."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -167,7 +163,7 @@ class HeldSnapshot(Generic[S]):
             return snapshot
 
     def get(self, version: int, *, deadline_s: float) -> S:
-        """The snapshot of a version, once it is there. Raises MeshError VERSION_SUPERSEDED or DEADLINE_PASSED."""
+        """Waits for the snapshot of a version. Raises MeshError VERSION_SUPERSEDED or DEADLINE_PASSED."""
         with self._changed:
             found = self._changed.wait_for(
                 lambda: self._version > version or (self._version == version and self._snapshot is not None), deadline_s

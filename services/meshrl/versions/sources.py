@@ -1,8 +1,7 @@
 """From whom a host fetches versions (relays first, the hub last), and over how many connections.
 
-Used by `versions.downloads` and `versions.uploads`. Relays are compared by their measured rate; one that brings nothing
-is avoided for a while. On a link that loses packets a single TCP connection reaches a few Mb/s at any capacity, so the
-number of connections is doubled as long as that is faster.
+Used by `versions.downloads` and `versions.uploads`. On a link that loses packets a single TCP connection reaches a few
+Mb/s at any capacity, so the number of connections is doubled as long as that is faster.
 """
 
 from __future__ import annotations
@@ -13,13 +12,12 @@ from dataclasses import dataclass, field
 
 from meshrl.client import WeightSyncClient
 from meshrl.client.backoff import Backoff
+from meshrl.core.config.shared import WeightBroadcastConfig
 from meshrl.machine.addresses import is_of_this_machine
 from meshrl.versions.ranges import SILENT_S
 from meshrl.wire.errors import MeshError
 
-DEAD_S = 3.0
-"""A relay is passed over after so long without a byte."""
-
+DEAD_S = 3.0  # without a byte, after which a relay is passed over
 LEAVE_S = 10.0  # for the calls of a connection whose place another has taken
 AVOID_S = (10.0, 60.0)  # how long a relay that failed is avoided, doubled from the first to the second
 LEAST_PATIENCE_S = 0.5  # many connections share a line: each has to wait for the others
@@ -38,13 +36,16 @@ class LinkLimits:
     mbps: float = 0.0
     stall_s: float = 30.0
 
+    @classmethod
+    def of(cls, broadcast: WeightBroadcastConfig) -> LinkLimits:
+        return cls(connections=broadcast.connections, mbps=broadcast.max_mbps, stall_s=broadcast.stall_s)
+
 
 @dataclass(eq=False)
 class ByteSource:
-    """A relay, or the hub itself (`is_hub`), with what is known of it.
+    """A relay or the hub. `rate` is in bytes/s, 0 while unknown; `answers_in_s` is the time of its fastest answer.
 
-    `rate` is in bytes/s, 0 while it is not known; `answers_in_s` is the time of its fastest answer, 0 of a source on
-    this machine, which is never far however busy it is.
+    A source on this machine is never far, however busy it is.
     """
 
     address: str
@@ -70,15 +71,12 @@ class ByteSource:
 
     @property
     def is_near(self) -> bool:
-        """Whether an answer of it was fast."""
         return self.answers_in_s <= FAR_S
 
     def connections(self, most: int) -> int:
-        """The number of connections to it that can pay, at most `most`."""
         return most if self.is_far else min(most, FAR_COUNT)
 
     def answered(self, seconds: float) -> None:
-        """Records that the first bytes of a call came after so long."""
         self.answers_in_s = min(self.answers_in_s, seconds)
 
     def heard(self, now_s: float) -> None:
@@ -98,21 +96,20 @@ class ByteSource:
 
 
 class ByteSources:
-    """The relays and the hub, and which of them to ask next."""
+    """The relays and the hub, and which of them to ask next; a relay that brings nothing is avoided for a while."""
 
     def __init__(self, hub: str, relays: Sequence[str] = ()) -> None:
-        """Addresses, host:port."""
         self._hub = ByteSource(address=hub, is_hub=True)
         self._relays = [ByteSource(address=address, is_hub=False) for address in relays]
 
     def choose(self, now_s: float) -> ByteSource:
-        """The fastest present relay, each tried once in the order given; the hub without any."""
+        """The fastest relay, each tried once in the order given; the hub without any."""
         there = [relay for relay in self._relays if relay.avoid_until_s <= now_s]
         return max(there, key=lambda relay: relay.rate or float("inf"), default=self._hub)
 
 
 class ConnectionCount:
-    """How many connections a download has: doubled while that is faster; kept for the next one."""
+    """How many connections a download has, kept for the next one."""
 
     def __init__(self) -> None:
         self.count = 1
@@ -121,13 +118,13 @@ class ConnectionCount:
         self._first = True
 
     def first_answer(self, seconds: float, most: int) -> None:
-        """The first bytes of all came after so long: far away it begins with several connections, up to `most`."""
+        """The first bytes of all came after so long: far away it begins with several connections."""
         if self._first and seconds > FAR_S:
             self.count = min(FAR_COUNT, most)
         self._first = False
 
     def measured(self, rate: float, most: int) -> None:
-        """Records the rate, in bytes/s, of the window that ends now, and decides on the number, up to `most`."""
+        """Takes the rate, in bytes/s, of the window that ends now, and decides on the number, up to `most`."""
         self._windows += 1
         if self.count > most:
             self._best = (rate, most)
@@ -158,7 +155,6 @@ class Connections:
         self._dropped: dict[tuple[str, int], WeightSyncClient] = {}
 
     def get(self, source: ByteSource, number: int) -> WeightSyncClient:
-        """The connection of this number to a source."""
         key = (source.address, number)
         if key not in self._clients:
             self._clients[key] = self._open(source)
@@ -216,7 +212,6 @@ class RateLimit:
         self._free_s = 0.0
 
     async def take(self, num_bytes: int) -> None:
-        """Waits until so many bytes may be sent or requested."""
         if not self.bytes_per_s:
             return
         now_s = asyncio.get_running_loop().time()

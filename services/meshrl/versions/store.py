@@ -1,15 +1,10 @@
 """The bytes of versions at a hub or a relay: streamed versions in a spool folder, publishers' files by reference.
 
-Filled by uploads (CreateVersion), checked when a version is sealed, read by fetches (Fetch).
+`<spool>/<artifact_id>/` holds `manifest.json`, for a streamed version `payload`, and for a delta the chain of versions
+below it (`deltas.chains`). The hub deletes, since it knows who may still fetch: its spool, and a publisher's files if
+the manifest of the same artifact lies beside them.
 
-`<spool>/<artifact_id>/` holds `manifest.json` and, for a streamed version, `payload`. For a delta it also holds the
-chain of versions below it (`deltas.chains`), for a broadcast version (nccl) the manifest alone. A restarted hub hashes
-a payload to find its chunks (`version_bytes`).
-
-Only the hub deletes, since it knows who may still fetch: its spool and, for versions made of files, the publisher's
-files if the manifest of the same artifact lies beside them.
-
-Blocking: call it off the event loop. Safe for threads as long as no artifact is deleted while it is used.
+Blocking. Safe for threads as long as no artifact is deleted while it is used.
 """
 
 from __future__ import annotations
@@ -38,7 +33,7 @@ SPARE_BYTES = 2**20  # never used by versions: the log needs room to say what be
 
 
 class VersionStore:
-    """Bytes of the versions that are not retired: `artifacts`, by id."""
+    """`artifacts`: those that are not retired, by id."""
 
     def __init__(self, spool_dir: Path) -> None:
         self._spool_dir = spool_dir
@@ -50,7 +45,7 @@ class VersionStore:
         self._merging = threading.Lock()
 
     def prepare(self, live: Collection[str]) -> None:
-        """Loads the manifests of `live` artifacts from the spool and deletes whatever else is in it."""
+        """Loads the manifests of `live` artifacts from the spool and deletes the rest."""
         self._spool_dir.mkdir(parents=True, exist_ok=True)
         folders = [folder for folder in self._spool_dir.iterdir() if folder.is_dir()]
         for folder in folders:
@@ -73,11 +68,9 @@ class VersionStore:
         return held
 
     def open(self, artifact_id: str, manifest: Manifest, *, with_base: bool = True) -> None:
-        """Makes room for an artifact, once.
+        """Makes room for an artifact, once; `with_base`: a delta keeps its chain below it, as at a hub.
 
-        `with_base`: a delta keeps its chain below it, as at a hub; a relay has the versions of a chain side by side.
-
-        Raises OVERLOADED: there is no room; UNKNOWN_VERSION for a delta from a version that is not here, or not whole.
+        Raises OVERLOADED without room, UNKNOWN_VERSION for a delta whose base is not here, or not whole.
         """
         if artifact_id in self.artifacts:
             return
@@ -95,7 +88,7 @@ class VersionStore:
         self.artifacts[artifact_id] = self._load(manifest, folder)
 
     def check_base(self, artifact_id: str, manifest: Manifest) -> None:
-        """Raises UNKNOWN_VERSION for a coming delta whose base is not here, not whole or has changed."""
+        """Raises UNKNOWN_VERSION for a delta whose base is not here, not whole or has changed."""
         if _has_chain(manifest) and artifact_id not in self.artifacts:
             self._base_of(manifest)
 
@@ -115,11 +108,8 @@ class VersionStore:
         raise MeshError(Reason.UNKNOWN_VERSION, f"{text}; send the version in full")
 
     def steps(self, artifact_id: str, held_root: bytes, *, whole: bool) -> tuple[Manifest, ...]:
-        """The manifests that an engine applies one after the other to reach a delta; all of them can be read then.
-
-        From weights with the root `held_root`, or without any. `whole`: all bytes of the delta are here. Raises
-        UNKNOWN_VERSION when parts of the chain are gone.
-        """
+        """The manifests that an engine applies to reach a delta; all of them can be read then. Parameters as of
+        `chains.steps_to`. Raises UNKNOWN_VERSION when parts of the chain are gone."""
         artifact = self.held(artifact_id)
         with self._merging:  # deltas are merged once
             try:
@@ -132,7 +122,7 @@ class VersionStore:
         return tuple(part.manifest for part in found)
 
     def part(self, artifact_id: str) -> Manifest | None:
-        """The manifest of a part of some delta's chain; None for an artifact that is none."""
+        """The manifest of a part of some delta's chain, if the artifact is one."""
         if artifact_id not in self._parts and not self._searched_parts:  # of an earlier start
             self._searched_parts = True
             for folder, _, names in os.walk(self._spool_dir):  # a glob would end at a folder that is retired meanwhile
@@ -162,9 +152,9 @@ class VersionStore:
             raise
 
     def delete(self, artifact_id: str, paths: Sequence[str]) -> None:
-        """Deletes the spool of an artifact and those of its publisher's files that may go. Errors are logged.
+        """Deletes the spool of an artifact and those of its publisher's files that may go; logs errors.
 
-        Files of a full version stay as long as a delta leads on from it, and go with the last one.
+        Files of a full version stay as long as a delta leads on from it.
         """
         self.artifacts.pop(artifact_id, None)
         folder = self._spool_dir / artifact_id
@@ -179,7 +169,7 @@ class VersionStore:
 
 
 def _has_chain(manifest: Manifest) -> bool:
-    """Whether the version's bytes here are a delta, so that engines need those below it. A broadcast has none here."""
+    """Whether the version's bytes here are a delta; a broadcast has none here."""
     return manifest.kind is VersionKind.DELTA and manifest.transport is not Transport.NCCL
 
 

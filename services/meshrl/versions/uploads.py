@@ -1,8 +1,7 @@
 """Uploads the chunks of a version to the hub and resumes a broken upload; `downloads` is the other direction.
 
-Used by the trainer's publisher. It sends the chunks that the hub lists as missing, to a far hub over several
-connections. An upload has no deadline, since a large version may take as long as its link needs: it ends when for a
-while no call made progress. Every chunk, in both directions, has a CRC32C of its own.
+Used by the trainer's publisher. Chunks that the hub lists as missing go to a far hub over several connections. An
+upload has no deadline: it ends when no call made progress for a while. Every chunk has a CRC32C of its own.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ HASHED_BYTES_PER_S = 50e6  # what a hub on a slow disk still reads and hashes
 
 @dataclass(frozen=True, kw_only=True)
 class Peers:
-    """The capabilities of the hub, and the engines that it lists; by default those of this release."""
+    """The capabilities of the hub, by default those of this release, and its engines."""
 
     hub: Collection[str] = capabilities.HUB
     engines: Sequence[EngineInfo] = ()
@@ -54,8 +53,7 @@ TODAY = Peers()
 
 
 class Attempts:
-    """Decides after each attempt at one upload whether there is another: yes, until the upload has stood still for
-    `stall_s`."""
+    """Attempts at one upload, until it has stood still for `stall_s`."""
 
     def __init__(self, stall_s: float, *, left: int, also: Collection[Reason] = ()) -> None:
         """`left` is what is to be moved, in any unit; `also`: reasons to try again beside those in TRANSIENT."""
@@ -83,7 +81,7 @@ class Attempts:
 
 
 class Uploader:
-    """Stages and seals versions at the hub for a publisher; over several connections where the hub is far away."""
+    """Stages and seals versions at the hub for a publisher."""
 
     def __init__(
         self,
@@ -107,7 +105,7 @@ class Uploader:
             await self._connections.close()
 
     async def peers(self) -> Peers:
-        """The hub's capabilities and its engines. Raises UNREACHABLE where it is away for `retry_for_s`."""
+        """Raises UNREACHABLE where the hub is away for `retry_for_s`."""
         attempts = Attempts(self._retry_for_s, left=0)
         while True:
             try:
@@ -146,8 +144,7 @@ class Uploader:
     async def _send(
         self, manifest: Manifest, buffer: NDArray[np.uint8] | None, missing: Sequence[int]
     ) -> StagedVersion:
-        """Sends the hub a manifest and the missing chunks, once; the answer lists those still missing. Raises MeshError
-        once all have ended."""
+        """Sends the hub a manifest and the missing chunks, once. Raises MeshError once all connections have ended."""
         if buffer is None:
             return await self._client.create_version(manifest, stall_s=self._retry_for_s)
         length_of = {chunk.offset: chunk.length for chunk in manifest.chunks}
@@ -203,13 +200,10 @@ class Uploader:
     async def seal(
         self, manifest: Manifest, artifact_id: str, traceparent: str, buffer: NDArray[np.uint8] | None = None
     ) -> None:
-        """Declares a staged version complete, again while the hub is away; chunks that it lost are sent again.
-
-        A hub that must hash the version first has time for all its bytes.
-        """
+        """Declares a staged version complete, again while the hub is away; chunks that it lost are sent again."""
         also = INCOMPLETE if buffer is not None else frozenset()
         attempts = Attempts(self._retry_for_s, left=0, also=also)
-        deadline_s = SEAL_S + manifest.payload_bytes / HASHED_BYTES_PER_S
+        deadline_s = SEAL_S + manifest.payload_bytes / HASHED_BYTES_PER_S  # it may have to hash all of it
         while True:
             began_s = time.monotonic()
             self._progress.moved(unseen_s=deadline_s)

@@ -1,8 +1,7 @@
 """The bytes of one version, of which chunks may be missing: in memory, or in files.
 
-A hub's upload and a relay's download fill files, an agent's download fills memory; a hub and relays serve the present
-chunks while the rest comes. A chunk is present only once its BLAKE3 was right, and is checked again when it is read
-from a file: bytes that changed at rest are never sent on.
+Uploads and downloads fill them; a hub and relays serve the present chunks while the rest comes. A chunk is present once
+its BLAKE3 was right, and is checked again when it is read from a file: bytes that changed at rest are never sent on.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ VERIFIERS = 8  # threads that check a version made of files
 
 
 def _unlocked_crc32c() -> Callable[[NDArray[np.uint8]], int]:
-    """CRC32C of bytes. google_crc32c itself keeps the interpreter's lock, unless it gets large `bytes`."""
+    """CRC32C without the interpreter's lock, which google_crc32c itself keeps unless it gets large `bytes`."""
     try:
         from google_crc32c import _crc32c as built  # the C extension, where it was built
 
@@ -64,10 +63,7 @@ def sound_bytes(chunk: Chunk) -> NDArray[np.uint8]:
 
 
 class VersionBytes:
-    """Safe for threads; blocking where the bytes are in files.
-
-    `missing` has the indices of the chunks that are not here.
-    """
+    """`missing` has the indices of the chunks that are not here. Safe for threads; blocking where there are files."""
 
     def __init__(
         self, manifest: Manifest, *, file: Path | None = None, memory: NDArray[np.uint8] | None = None
@@ -75,7 +71,6 @@ class VersionBytes:
         """`file` is the payload of a streamed version, in a folder of the version's own; else `memory` has its bytes.
 
         With both, `memory` is a mapping of the end of `file`: writes are cheaper than its page faults.
-        A version whose bytes do not come in chunks has none missing.
         """
         self.manifest, self.file, self._memory = manifest, file, memory
         self.missing: set[int] = set()
@@ -88,7 +83,6 @@ class VersionBytes:
 
     @property
     def folder(self) -> Path:
-        """Of the version's own."""
         assert self.file is not None
         return self.file.parent
 
@@ -99,7 +93,7 @@ class VersionBytes:
         return (FileEntry(path=str(self.file), offset=0, num_bytes=self.manifest.payload_bytes),)
 
     def find(self) -> None:
-        """Looks which chunks of an earlier start the file has."""
+        """Finds the chunks that an earlier start has left in the file."""
         with PayloadReader(self._files) as reader:
             chunks = enumerate(self.manifest.chunks)
             self.missing = {index for index, chunk in chunks if not _is_sound(reader, chunk)}
@@ -107,8 +101,8 @@ class VersionBytes:
     # --- filling ------------------------------------------------------------------------------------
 
     def put(self, offset: int, data: NDArray[np.uint8]) -> None:
-        """Stores bytes of a missing chunk, from `offset` of the version on; chunks come in any order, and mixed. Raises
-        MeshError OVERLOADED if a file has no room."""
+        """Stores bytes of a missing chunk at `offset` of the version. Raises MeshError OVERLOADED if a file has no
+        room."""
         if self.file is None:
             assert self._memory is not None
             self._memory[offset : offset + len(data)] = data
@@ -119,7 +113,7 @@ class VersionBytes:
             write_at(file.fileno(), data.data, start + offset)
 
     def complete(self, index: int) -> None:
-        """All bytes of a chunk were put: it is no longer missing. Raises MeshError DIGEST_MISMATCH."""
+        """All bytes of a chunk were put. Raises MeshError DIGEST_MISMATCH."""
         chunk = self.manifest.chunks[index]
         if self._memory is not None:
             data: memoryview | bytes = self._memory[chunk.offset : chunk.offset + chunk.length].data
@@ -151,7 +145,7 @@ class VersionBytes:
             self._lock.notify_all()
 
     def give_up(self) -> None:
-        """No more bytes come: `wait_for` waits no longer."""
+        """No more bytes come; ends `wait_for`."""
         with self._lock:
             self._given_up = True
             self._lock.notify_all()
@@ -196,11 +190,9 @@ class VersionBytes:
                 raise MeshError(Reason.UNREACHABLE, f"the rest of version {self.manifest.version} did not come")
 
     def verify(self, files: Literal["digests", "sizes"]) -> None:
-        """Checks that the version is complete and, if that was not done on arrival, right.
+        """Checks that the version is complete and, with `files` "digests", that a publisher's files are right.
 
-        `files`: whether a publisher's files are read and hashed, or only their sizes are looked at. Payloads are not
-        synced to disk: digests find the damage of a power cut, and the version is published again.
-
+        Payloads are not synced to disk: digests find the damage of a power cut, and the version is published again.
         Raises: CHUNKS_MISSING (a chunk, or a file that is missing or too short); DIGEST_MISMATCH.
         """
         if missing := self.missing_offsets():
@@ -225,7 +217,7 @@ class VersionBytes:
             raise MeshError(Reason.CHUNKS_MISSING, f"the hub cannot read a file of the version: {error}") from error
 
     def read(self, offset: int, end: int, chunk_bytes: int) -> Iterator[Chunk]:
-        """Yields [offset, end) in pieces of at most `chunk_bytes`, none of them across chunks of the manifest.
+        """Yields [offset, end) in pieces of at most `chunk_bytes`, none across chunks of the manifest.
 
         Raises: UNKNOWN_VERSION when the bytes are gone, DIGEST_MISMATCH when they changed at rest, NOT_SUPPORTED for a
         version whose bytes never come here.
@@ -274,7 +266,7 @@ def _is_sound(reader: PayloadReader, chunk: ChunkEntry) -> bool:
 
 @contextmanager
 def room_for(manifest: Manifest, spool_dir: Path, who: str = "the hub") -> Iterator[None]:
-    """Turns the error of a full disk into one from which a publisher or a relay can choose what to do."""
+    """Raises OVERLOADED for the error of a full disk."""
     try:
         yield
     except OSError as error:

@@ -1,8 +1,7 @@
-"""Serves uploads into the store and fetches out of it, on the event loop. A fetch may follow an upload under way.
+"""Serves uploads into the store and fetches out of it, for hubs and relays. A fetch may follow an upload under way.
 
-Called by the hub for CreateVersion and Fetch, and by relays for Fetch; the other ends are `versions.uploads` at
-publishers and `versions.downloads` at agents. A fetch that waits for bytes sends an empty chunk now and then, so that
-its caller can distinguish this from a broken link.
+The other ends are `versions.uploads` and `versions.downloads`. A fetch that waits for bytes sends an empty chunk now
+and then, so that its caller can distinguish this from a broken link.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ WRITES_AT_ONCE = 3  # chunks of one upload
 
 
 class ByteServer:
-    """Uploads and fetches of one hub or relay, on its event loop. `close` ends waits for bytes."""
+    """Uploads and fetches of one hub or relay, on its event loop."""
 
     def __init__(self, store: VersionStore, *, max_chunk_bytes: int) -> None:
         self._store, self._max_chunk_bytes = store, max_chunk_bytes
@@ -32,7 +31,6 @@ class ByteServer:
         self._closed = False
 
     def changed(self) -> None:
-        """Wakes waits for bytes: a chunk is here, or a version is gone."""
         self._changed.beat()
 
     def close(self) -> None:
@@ -43,11 +41,7 @@ class ByteServer:
     async def store_upload(
         self, artifact_id: str, chunks: AsyncIterator[Chunk], on_chunk: Callable[[], object]
     ) -> None:
-        """Stores chunks as they come; a few are checked and written while the next ones arrive.
-
-        `on_chunk` is called for each that comes. Raises as `VersionBytes.write`.
-        """
-
+        """Stores chunks as they come, and calls `on_chunk` for each. Raises as `VersionBytes.write`."""
         held = self._store.held(artifact_id)
 
         async def store(chunk: Chunk) -> None:
@@ -73,7 +67,7 @@ class ByteServer:
     ) -> AsyncIterator[bytes]:
         """Yields byte ranges (offset, length) of a version in framed chunks, also of bytes that still arrive.
 
-        `arriving`: whether bytes of it may be on their way here; it raises if the version is gone. Raises as
+        `arriving`: whether bytes may be on their way here; it raises if the version is gone. Raises as
         `VersionBytes.read`; UNREACHABLE when no more bytes arrive.
         """
         held = self._store.held(artifact_id)

@@ -1,4 +1,4 @@
-"""Code that engines compiled at their start, by key, in files of the hub's spool, for engines that start later."""
+"""Code that engines compiled at their start, kept in the hub's spool by key for engines that start later."""
 
 from __future__ import annotations
 

@@ -22,19 +22,19 @@ class WeightsConfig(BaseConfig):
     """Certificates and tokens by which this program and its peers know each other."""
 
     output_dir: Path = Path("outputs")
-    """Folder of the run, shared by its programs; logs, traces and, by default, the spool go below it."""
+    """Folder of the run, shared by its programs: logs, traces and, by default, the spool."""
 
     readable_by: ReadableBy = "owner"
-    """Who may read what this program writes: its own user alone, also the group of the files, or everyone on the
-    machine. Credentials stay for the owner."""
+    """Who may read what this program writes: its own user, also the group of the files, or everyone on the machine.
+    Credentials stay for the owner."""
 
     enrollment_port: int | None = Field(default=None, ge=0, le=65535)
     """Port at which hosts join the run (`meshrl join`); needs the run's authority in output_dir (`meshrl run init`).
     None disables joining."""
 
     upstream: Address | None = None
-    """Address of the run's hub, host:port. With it this program is a relay, which brings versions over the WAN once for
-    the engines that name it in weight_broadcast.relays. None is the hub itself."""
+    """Address of the run's hub, host:port, for a relay: it brings versions over the WAN once for the engines that name
+    it in weight_broadcast.relays. None is the hub itself."""
 
     connections: int = Field(default=48, ge=1, le=128)
     """Most connections over which a relay fetches. It opens them while the rate grows."""
@@ -64,9 +64,9 @@ class WeightsConfig(BaseConfig):
     """Seconds an engine may take to apply a decided version before it is ejected from the pool."""
 
     engines: list[str] = Field(default_factory=list)
-    """Base URLs of inference servers that run already, with or without a trailing /v1. Each is called, by its admin
-    route /follow_hub, until it follows this hub, and again after a loss; engines that were started for this hub need
-    not be listed. rl lists those of orchestrator.client.base_url."""
+    """Base URLs of inference servers that run already, with or without a trailing /v1. Each is called at its admin
+    route /follow_hub until it follows this hub, and again after a loss. Engines that were started for this hub need not
+    be listed; rl lists those of orchestrator.client.base_url."""
 
     engine_api_key_var: str = Field(default="MESHRL_API_KEY", min_length=1)
     """Environment variable that holds the key of these servers; none is sent while it is unset."""

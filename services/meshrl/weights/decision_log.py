@@ -1,10 +1,10 @@
 """The hub's decision log: a SQLite file with a row for the run, one for each version and one for each group of engines.
 
 `select version, state from versions` reads it while no hub is at work. Each row has a digest of its content and key
-(`seal`), and the run's row one of all the others' as well, so that a damaged, lost or older row is an error.
+(`seal`), and the run's row one of all others' as well, so that a damaged, lost or older row is an error.
 
-Beside it is `NAME-lock`, which the hub at work has locked. It holds the number of the last write: what SQLite would
-take for the torn end of its WAL after a crash, a bit that flipped there included, would undo decisions in silence.
+`NAME-lock` beside it is locked by the hub at work and holds the number of the last write: SQLite takes damage at the
+end of its WAL for a torn write, which would undo decisions in silence.
 """
 
 from __future__ import annotations
@@ -49,10 +49,7 @@ class LogError(Exception):
 
 
 class DecisionLog:
-    """Saves rows durably. One process at a time has it open, and one thread of it, which outlives a cancelled call.
-
-    After an error of `save` the log must not be used.
-    """
+    """Saves rows durably, on one thread of one process. After an error of `save` it must not be used."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -64,11 +61,11 @@ class DecisionLog:
         self._seals: dict[tuple[object, ...], bytes] = {}  # of every row but the run's, by key
 
     async def open(self) -> Save | None:
-        """Opens the log, or creates it, and returns all rows. None if there are none. Raises LogError, OSError."""
+        """Opens or creates the log and returns all rows, None if there are none. Raises LogError, OSError."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._open)
 
     async def save(self, rows: Save) -> None:
-        """Returns once the rows are on disk, all of them. Raises LogError, OSError."""
+        """Returns once all rows are on disk. Raises LogError, OSError."""
         await asyncio.get_running_loop().run_in_executor(self._thread, self._save, rows)
 
     async def close(self) -> None:

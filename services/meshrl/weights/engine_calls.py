@@ -1,7 +1,6 @@
 """Asks engines that run already to take their versions from this hub: POST /follow_hub at each of `weights.engines`.
 
-Started by the hub's main beside the server. An engine that follows the hub registers like any other. It is called again
-only once its lease is over, because it was restarted or cannot reach the hub.
+An engine that follows registers like any other, and is called again only once its lease is over.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ FOLLOW_PATH = "/follow_hub"
 
 
 class EngineCaller:
-    """Calls engines at their URLs until each has registered."""
+    """Calls engines until each has registered."""
 
     def __init__(
         self,
@@ -34,10 +33,7 @@ class EngineCaller:
         registered: Callable[[], Collection[str]],
         every_s: float = CALL_EVERY_S,
     ) -> None:
-        """`host` and `port` are where this hub listens; `registered` gives the URLs of engines that hold a lease.
-
-        `token`: what the engines are to show to this hub.
-        """
+        """`registered` gives the URLs of engines that hold a lease; they are to show `token` to this hub."""
         self._urls, self._registered, self._every_s = tuple(urls), registered, every_s
         self._hub = {"host": "" if host in ANY_HOST else host, "port": port}
         if token is not None:
@@ -58,7 +54,7 @@ class EngineCaller:
             logger.log("WARNING" if trouble else "INFO", "engine {} {}", url, trouble or "follows this hub")
 
     def _ask(self, url: str) -> str:
-        """Why an engine does not follow. Empty when it does. Blocking."""
+        """Why an engine does not follow; empty when it does. Blocking."""
         body = {**self._hub, "url": url}
         try:
             status, answer = ask_blocking(

@@ -1,8 +1,7 @@
 """The hub: connects the coordinator, which decides without I/O, to its log, its store of bytes and its agents.
 
-Called by the servicer. Each call is passed to the coordinator on the event loop, and the actions that the coordinator
-returns go into the action queue. The hub stops when an action fails, since its memory may then differ from its log, or
-when the task that watches the time fails. A restart reads the log.
+Calls are passed to the coordinator on the event loop, and the actions that it returns go into the action queue. The hub
+stops when an action fails, since its memory may then differ from its log. A restart reads the log.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ from meshrl.wire.types import (
 )
 
 Session = asyncio.Queue[AgentCommand | MeshError | None]
-"""What an agent's session gives out next: a command, the error that ends it, or None once the agent hung up."""
+"""Of an agent: commands, the error that ends the session, or None once the agent hung up."""
 
 FIRST_REPORT_DEADLINE_S = 10.0
 LOG_FILE = "decisions.sqlite"
@@ -77,7 +76,7 @@ _T = TypeVar("_T")
 
 
 class Hub:
-    """One hub. `start` before use, `stop` after; `failed` is done when the hub must not go on."""
+    """`start` before use, `stop` after; `failed` is done when the hub must not go on."""
 
     def __init__(
         self,
@@ -136,7 +135,7 @@ class Hub:
             task.add_done_callback(self._ended)
 
     async def drain(self, deadline_s: float | None) -> None:
-        """Takes no more uploads, activations and engines. Returns once no commit is under way, or at the deadline."""
+        """Takes no more uploads, activations and engines; returns once no commit is under way, or at the deadline."""
         self._leaving = True
         with suppress(TimeoutError):
             async with asyncio.timeout(deadline_s):
@@ -157,7 +156,6 @@ class Hub:
         self._refuse_waiters(MeshError(Reason.DRAINING, "the hub is shutting down; call again"))
 
     async def stop(self) -> None:
-        """Stops working, then closes the log."""
         self.close_streams()
         for task in self._tasks:
             task.cancel()
@@ -223,7 +221,7 @@ class Hub:
     # --- publishers -----------------------------------------------------------------------------
 
     async def create_version(self, manifest: Manifest, chunks: AsyncIterator[Chunk]) -> StagedVersion:
-        """Stages a manifest and whatever chunks follow. Raises as `Coordinator.stage` and `VersionBytes.write`."""
+        """Stages a manifest and the chunks that follow. Raises as `Coordinator.stage` and `VersionBytes.write`."""
         self._check_stays()
         found = manifest_checks.violations(manifest, max_chunk_bytes=self._max_chunk_bytes)
         if found:
@@ -245,7 +243,7 @@ class Hub:
     async def seal_version(
         self, *, run_id: str, epoch: int, version: int, artifact_id: str, traceparent: str
     ) -> VersionInfo:
-        """Checks the bytes of a staged version, then lets engines prepare it."""
+        """Checks the bytes of a staged version, then has engines prepare it."""
         record = self.coordinator.line(run_id).sealing(epoch=epoch, version=version, artifact=artifact_id)
         # A repeated call joins the first: bytes are hashed once, and all are answered once the seal is durable.
         sealing = self._sealing.get(artifact_id)
@@ -289,7 +287,6 @@ class Hub:
         return opened
 
     async def close_run(self, *, run_id: str, epoch: int) -> None:
-        """Ends a run and has engines let go of its versions."""
         await self._actions.put(self.coordinator.close_run(run_id, epoch))
         logger.info("run {} is closed", run_id)
 
@@ -326,7 +323,7 @@ class Hub:
         return "; ".join(name + refusals.get(name, "") for name in self._without(record))
 
     async def sleep_engines(self, engine_pool: str, deadline_s: float) -> SleepOutcome:
-        """Has engines sleep until there is work. Waits for their answers, for at most `deadline_s`."""
+        """Has engines sleep until there is work; waits for their answers, at most `deadline_s`."""
         began_s = self._now()
         asked, actions = self.coordinator.sleep(engine_pool)
         with suppress(TimeoutError):
@@ -338,9 +335,9 @@ class Hub:
         return SleepOutcome(asleep=asked.asleep, awake=asked.awake, seconds=self._now() - began_s)
 
     async def watch_versions(self, run_id: str, after_revision: int) -> AsyncIterator[VersionEvent]:
-        """Yields each version that changed after a revision in its current state, then every later change.
+        """Yields each version that changed after a revision in its current state, then later changes.
 
-        A watcher that is slower than the changes sees the last state of each version, not every one between.
+        A slow watcher sees the last state of each version, not every one between.
         """
         while True:
             changed = self._changed.upcoming
@@ -406,9 +403,8 @@ class Hub:
     ) -> FoundVersion:
         """Returns a sealed version and the steps that reach it from weights with the root `held_root`.
 
-        A version that is broadcast has one once its copy is here, which is that; any other delta has steps.
-        `artifact_id` chooses between versions of several epochs, and finds a version also while its bytes arrive.
-        Raises UNKNOWN_VERSION, VERSION_NOT_SEALED.
+        A broadcast version has its copy as the only step, once that is here. `artifact_id` chooses between epochs, and
+        also finds a version while its bytes arrive. Raises UNKNOWN_VERSION, VERSION_NOT_SEALED.
         """
         coordinator = self.coordinator
         kept = {record.artifact_id for record in coordinator.live}
@@ -456,7 +452,7 @@ class Hub:
 
 
 class ActionQueue:
-    """The actions of one hub. `run` works on them until `fail` is called."""
+    """The actions of one hub, carried out by `run` in order."""
 
     def __init__(self, perform: Callable[[Action], Awaitable[None]]) -> None:
         self._perform = perform
@@ -476,7 +472,6 @@ class ActionQueue:
         return done
 
     async def run(self) -> None:
-        """Carries out actions as they come. Raises what one of them raises."""
         while True:
             actions, done = await self._queue.get()
             self._under_way = done
@@ -486,7 +481,7 @@ class ActionQueue:
                 done.set_result(None)
 
     def fail(self, error: BaseException, answer: MeshError) -> None:
-        """Takes no more actions; `answer` is raised for all that wait for one, the one under way included."""
+        """Takes no more actions; `answer` is raised for all that wait for one."""
         self.failed.set_result(error)
         if self._under_way is not None:
             refuse(self._under_way, answer)
@@ -499,7 +494,6 @@ class ActionQueue:
 
 
 def refuse(future: asyncio.Future[_T], error: MeshError) -> None:
-    """Ends a future that is not done with an error. It need not be awaited."""
     if not future.done():
         future.set_exception(error)
-        future.exception()  # whoever waits still gets it; the ticker does not wait
+        future.exception()  # it need not be awaited

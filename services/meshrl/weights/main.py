@@ -141,9 +141,9 @@ async def serve_relay(config: WeightsConfig, upstream: str, stop: asyncio.Event,
 
 
 def _enrollment(folder: Path, port: int | None) -> EnrollmentServicer | None:
-    """The service that renews the members' certificates and lets hosts join; None without the run's authority here.
+    """The service that renews certificates and lets hosts join; None without the run's authority here.
 
-    Raises ConfigError where hosts are to join and the authority is not here.
+    Raises ConfigError where hosts are to join without it.
     """
     if port is None and not os.path.exists(folder / "ca.key"):
         return None
@@ -154,10 +154,7 @@ def _enrollment(folder: Path, port: int | None) -> EnrollmentServicer | None:
 
 
 def _token_for_engines() -> str | None:
-    """The token for engines that this hub calls; None where it asks for none.
-
-    Raises ConfigError where the file of tokens cannot be written.
-    """
+    """The token for engines that this hub calls; None where it asks for none. Raises ConfigError."""
     files = CredentialFiles.from_environ(os.environ)
     if files.trust is None or files.cert is not None:  # with certificates, engines have their own
         return None

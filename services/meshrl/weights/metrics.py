@@ -1,4 +1,4 @@
-"""A hub's state for Prometheus: the versions of each run, and the engines that serve them."""
+"""A hub's state for Prometheus."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from meshrl.weights.coordinator.states import DECIDED
 
 
 class HubMetrics(Collector):
-    """Looks at the lines of versions anew for each scrape, from its thread. Closed runs have none."""
+    """Looks at the lines of versions for each scrape, on a thread of its own. Closed runs have none."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator

@@ -1,9 +1,7 @@
-"""A relay: fetches each version from the hub once for all engines of a site, and serves chunks on as they arrive.
+"""A relay: fetches each artifact from the hub once for all engines of a site, and serves chunks on as they arrive.
 
-Agents ask it for the bytes of artifacts by Fetch. An artifact that it does not have is fetched whole from the upstream
-hub; a chunk is served as soon as it is complete and has the digest of the manifest. A relay decides nothing: agents
-register, report and take commands at the hub itself, so a version's transaction is the same with and without relays,
-and a relay may be lost at any moment.
+A chunk is served once it is complete and has the digest of the manifest. A relay decides nothing: agents register,
+report and take commands at the hub itself, so a relay may be lost at any moment.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ STOP_S = 5.0
 
 
 class Relay:
-    """One relay, whose chunks survive its restarts. `start` before use, `stop` after."""
+    """Its chunks survive restarts. `start` before use, `stop` after."""
 
     def __init__(
         self,
@@ -58,7 +56,6 @@ class Relay:
         await asyncio.to_thread(self._store.prepare, live)
 
     async def stop(self) -> None:
-        """Ends the fetches and pulls under way."""
         self._bytes.close()
         for pull in self._pulls.values():
             pull.cancel()
@@ -93,7 +90,7 @@ class Relay:
         return artifact_id in self._pulls and not self._pulls[artifact_id].done()
 
     def _is_arriving(self, artifact_id: str) -> bool:
-        """Whether it is fetched now. Raises what its last fetch ended with."""
+        """Whether it is fetched now. Raises the error of its last fetch."""
         pull = self._pulls.get(artifact_id)
         if pull is None or not pull.done():
             return pull is not None

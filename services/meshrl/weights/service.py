@@ -1,7 +1,4 @@
-"""The WeightSync servicers of a hub and of a relay: call the hub, convert the answer.
-
-The streams of chunks bypass protobuf (`wire.frames`).
-"""
+"""The WeightSync servicers of a hub and of a relay. The streams of chunks bypass protobuf (`wire.frames`)."""
 
 # ruff: noqa: N802 (methods are named after the RPCs of the contract)
 
@@ -84,7 +81,7 @@ def _asked(
 
 
 class WeightSyncService(weights_pb2_grpc.WeightSyncServicer):
-    """Every RPC of WeightSync; see proto/meshrl/v1/weights.proto for what each promises."""
+    """Every RPC of WeightSync, as specified in proto/meshrl/v1/weights.proto."""
 
     def __init__(self, hub: Hub, on_drained: Callable[[], None] = lambda: None) -> None:
         """`on_drained` is called once a client's Drain has left no commit under way."""

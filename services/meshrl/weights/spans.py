@@ -11,7 +11,7 @@ from meshrl.wire.types import Activation, Manifest
 
 
 def describe(manifest: Manifest, artifact: str) -> None:
-    """Adds to the span of an upload whether it is a delta, of which version, and the bytes that it has in full."""
+    """Adds a version to the span of its upload."""
     attributes: dict[str, str | int] = {
         "meshrl.run_id": manifest.run_id,
         "meshrl.version": manifest.version,
@@ -25,10 +25,10 @@ def describe(manifest: Manifest, artifact: str) -> None:
 
 
 def record_sync(tracer: trace.Tracer, answer: Activation, wall_s: float) -> None:
-    """Writes the spans of a commit that ended at `wall_s`, linked from the train span that made the version.
+    """Writes the spans of a commit that ended at `wall_s`, linked to the train span that made the version.
 
     Engines report durations only, so a prepare is drawn from the seal on, and a pause up to the end. A prepare that
-    does not fit between them began before the seal, with an upload, and is drawn up to the pause.
+    does not fit between them began with an upload before the seal, and is drawn up to the pause.
     """
     sealed_s = wall_s - answer.lag_s
     link = link_from(answer.version.traceparent)

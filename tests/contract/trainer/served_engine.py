@@ -73,9 +73,10 @@ async def serving_engine(
     engine.start()
     stop = asyncio.Event()
     options = ChannelOptions(retry_attempts=2, retry_backoff_s=0.05, credentials=credentials)
-    membership = Membership(engine_id=engine_id, broadcast=WeightBroadcastConfig(relays=list(relays)))
+    broadcast = WeightBroadcastConfig(relays=list(relays), stall_s=5.0)
+    membership = Membership(engine_id=engine_id, broadcast=broadcast)
     async with WeightSyncClient(hub, options) as client:
-        agent = WeightAgent(client, engine, membership, "127.0.0.1:1", fetch_stall_s=5.0)
+        agent = WeightAgent(client, engine, membership, "127.0.0.1:1")
         served = ServedEngine(engine, loaded, asyncio.create_task(agent.run(stop)))
         try:
             if credentials is None:

@@ -70,7 +70,7 @@ async def test_an_engine_applies_what_came_before_it_served(mesh: Mesh, ahead: V
     agent = mesh.start_agent("e1", engine, ahead=ahead)
     await mesh.until(lambda: engine.version == 0)
     assert engine.holds(published)
-    assert agent.downloaded_bytes == 0
+    assert agent.downloader.taken_bytes == 0
     await mesh.until(lambda: not files(folder))
 
 
@@ -115,7 +115,7 @@ async def test_the_whole_version_stays_while_deltas_lead_on_from_it(
     await mesh.until(lambda: engine.version == 1)
     assert engine.holds(changed)
     assert before
-    assert 0 < agent.downloaded_bytes < 4096
+    assert 0 < agent.downloader.taken_bytes < 4096
 
 
 async def test_bytes_of_another_version_are_dropped_and_none_come_later(

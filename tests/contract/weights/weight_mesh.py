@@ -13,7 +13,7 @@ import torch
 from local_ports import free_port
 from meshrl.client import ChannelOptions, WeightSyncClient
 from meshrl.client.credentials import Credentials
-from meshrl.core.config.shared import ServerConfig
+from meshrl.core.config.shared import ServerConfig, WeightBroadcastConfig
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.inference.adapters import AdapterTable
 from meshrl.inference.agent.agent import Membership, WeightAgent
@@ -217,9 +217,8 @@ class Mesh:
         agent = WeightAgent(
             self.client(),
             engine,
-            Membership(engine_id=engine_id, output_dir=self.folder),
+            Membership(engine_id=engine_id, broadcast=WeightBroadcastConfig(stall_s=3.0), output_dir=self.folder),
             "127.0.0.1:8000",
-            fetch_stall_s=3.0,
             hold_deadline_s=3.0,
             spool_dir=spool_dir,
             ahead=ahead,

@@ -1,4 +1,4 @@
-"""Client of WeightSync, for publishers (trainers), agents (of engines) and the orchestrator (activates)."""
+"""Client of WeightSync, for publishers, agents and the orchestrator."""
 
 from __future__ import annotations
 
@@ -43,8 +43,7 @@ _T = TypeVar("_T")
 
 @asynccontextmanager
 async def while_moving(stall_s: float, what: str) -> AsyncIterator[Callable[[], None]]:
-    """Raises MeshError UNREACHABLE in its block when nothing moved for `stall_s`; yields the function to call whenever
-    something does."""
+    """Raises MeshError UNREACHABLE in its block when the function that it yields was not called for `stall_s`."""
     loop = asyncio.get_running_loop()
 
     def moved() -> None:
@@ -59,7 +58,7 @@ async def while_moving(stall_s: float, what: str) -> AsyncIterator[Callable[[], 
 
 
 async def moving(messages: AsyncGenerator[_T, None], stall_s: float, what: str) -> AsyncGenerator[_T, None]:
-    """Yields `messages` while they come. Raises MeshError UNREACHABLE when none did for `stall_s`."""
+    """Yields `messages`. Raises MeshError UNREACHABLE when none came for `stall_s`."""
     while True:
         try:
             async with while_moving(stall_s, what):
@@ -98,12 +97,12 @@ class WeightSyncClient(ServiceClient):
         tracer: Tracer | None = None,
         of_relay: bool = False,
     ) -> None:
-        """of_relay: `address` is a relay's, whose certificate names this role instead of the hub's."""
+        """of_relay: `address` is a relay's, whose certificate names that role."""
         if of_relay:
             self.server_role = "relay"
         super().__init__(address, options, tracer=tracer)
         self.capabilities: frozenset[str] | None = None
-        """Of the hub, once it has answered a first call. Those of 1.0 have none."""
+        """Of the hub, once it has answered a first call."""
         self._stub = weights_pb2_grpc.WeightSyncStub(self._channel)  # type: ignore[no-untyped-call]  # generated
         self._create_version = self._channel.stream_unary(
             frames.CREATE_VERSION,
@@ -125,8 +124,9 @@ class WeightSyncClient(ServiceClient):
         return convert.from_proto(Lease, response)
 
     async def session(self, reports: AsyncIterator[AgentReport]) -> AsyncGenerator[AgentCommand, None]:
-        """Sends `reports` and yields the hub's commands until either side ends; unknown commands are passed over. A
-        broken line raises UNREACHABLE, LEASE_EXPIRED asks to register again."""
+        """Sends `reports` and yields the hub's commands until either side ends; unknown commands are passed over.
+
+        Raises UNREACHABLE for a broken line, LEASE_EXPIRED to register again."""
 
         async def upward() -> AsyncGenerator[pb.SessionRequest, None]:
             async for report in reports:
@@ -141,9 +141,10 @@ class WeightSyncClient(ServiceClient):
     async def create_version(
         self, manifest: Manifest, chunks: AsyncIterable[Chunk | bytes] | None = None, *, stall_s: float | None = None
     ) -> StagedVersion:
-        """Stages a version: its manifest, then `chunks` in any order, framed (`frames.frame_upload_chunk`) or not. The
-        answer lists what is still missing. Raises UNREACHABLE when no chunk left for `stall_s`, MESSAGE_TOO_LARGE for a
-        manifest that the hub does not take in parts."""
+        """Stages a version: its manifest, then `chunks` in any order, framed (`frames.frame_upload_chunk`) or not.
+
+        Raises UNREACHABLE when no chunk left for `stall_s`, MESSAGE_TOO_LARGE for a manifest that the hub does not take
+        in parts."""
         whole = convert.to_proto(manifest)
         in_parts = whole.ByteSize() > self.options.max_message_bytes // 2
         if in_parts and self.capabilities is not None and capabilities.MANIFEST_PARTS not in self.capabilities:
@@ -180,8 +181,9 @@ class WeightSyncClient(ServiceClient):
         traceparent: str = "",
         deadline_s: float | None = None,
     ) -> VersionInfo:
-        """Declares a staged version complete. Raises CHUNKS_MISSING or DIGEST_MISMATCH when it is not. The hub may have
-        to hash all of it within `deadline_s`; a repeated call joins the first."""
+        """Declares a staged version complete; a repeated call joins the first. The hub may have to hash all of it.
+
+        Raises CHUNKS_MISSING, DIGEST_MISMATCH."""
         request = pb.SealVersionRequest(
             request_id=str(uuid.uuid4()),
             run_id=run_id,
@@ -217,8 +219,8 @@ class WeightSyncClient(ServiceClient):
     ) -> Activation:
         """Commits a sealed version; returns when `min_ready` engines (0: all) serve it.
 
-        With `artifact_id` it must have that content, else VERSION_CONFLICT: epochs share version numbers. Raises
-        ENGINES_NOT_READY when fewer had prepared it after `prepare_deadline_s`.
+        Raises ENGINES_NOT_READY when fewer had prepared it after `prepare_deadline_s`, VERSION_CONFLICT for another
+        content than `artifact_id`, since epochs share version numbers.
         """
         asked = ActivationRequest(
             run_id=run_id,
@@ -246,17 +248,16 @@ class WeightSyncClient(ServiceClient):
     async def get_manifest(
         self, run_id: str = "", version: int | None = None, *, artifact_id: str = ""
     ) -> tuple[Manifest, str]:
-        """(manifest, artifact_id) of a version, by default the newest committed one; with `artifact_id` of that
-        content, even if a later epoch has published the version anew."""
+        """(manifest, artifact_id) of a version, by default the newest committed one, or of an artifact."""
         found = await self.find_version(run_id, version, artifact_id=artifact_id)
         return found.manifest, found.artifact_id
 
     async def find_version(
         self, run_id: str = "", version: int | None = None, *, artifact_id: str = "", held_root: bytes = b""
     ) -> FoundVersion:
-        """As `get_manifest`, with the steps that reach the version from weights with the root `held_root`.
+        """As `get_manifest`, with the steps that reach a delta from weights with the root `held_root`.
 
-        A delta has steps, and a version that is broadcast once its copy is at the hub: the copy.
+        A broadcast version has its copy as the only step, once that is at the hub.
         """
         request = pb.GetManifestRequest(
             run_id=run_id, version=version, artifact_id=artifact_id, held_root=held_root, gzip_ok=True
@@ -298,8 +299,9 @@ class WeightSyncClient(ServiceClient):
         *,
         stall_s: float | None = None,
     ) -> AsyncGenerator[Chunk, None]:
-        """Yields the chunks of (offset, length) ranges, or of everything; `data` is a view into the message. Raises
-        UNREACHABLE when none came for `stall_s`."""
+        """Yields the chunks of (offset, length) ranges, or of everything; `data` is a view into the message.
+
+        Raises UNREACHABLE when none came for `stall_s`."""
         request = pb.FetchRequest(
             artifact_id=artifact_id,
             ranges=[pb.ByteRange(offset=offset, length=length) for offset, length in ranges],
@@ -311,7 +313,7 @@ class WeightSyncClient(ServiceClient):
                 yield frames.parse_fetch(message)
 
     async def get_compiled(self, key: str) -> bytes:
-        """The archive of what an engine of the key compiled. Empty where none is kept. Raises DIGEST_MISMATCH."""
+        """The archive of what an engine of the key compiled, empty without one. Raises DIGEST_MISMATCH."""
         response = await self._unary(self._stub.GetCompiled, "GetCompiled", pb.GetCompiledRequest(key=key))
         if response.digest and digest(response.archive) != response.digest:
             raise MeshError(Reason.DIGEST_MISMATCH, "the archive of what was compiled was damaged on its way")
@@ -337,10 +339,10 @@ class WeightSyncClient(ServiceClient):
         without: Sequence[str] = (),
         deadline_s: float,
     ) -> OpenedGroup:
-        """Has engines join a new group for the nccl transport; returns at once with its generation and members.
+        """Has `engine_ids`, or all engines, minus `without`, join a new group for the nccl transport; returns at once.
 
-        All meet at `store_address` within `deadline_s`. The group has `engine_ids`, or all engines, minus `without`,
-        and is for versions that are sealed from now on. Raises GROUP_BROKEN while no engine can take part.
+        All meet at `store_address` within `deadline_s`. The group is for versions that are sealed from now on. Raises
+        GROUP_BROKEN while no engine can take part.
         """
         request = pb.OpenGroupRequest(
             request_id=str(uuid.uuid4()),
@@ -356,8 +358,9 @@ class WeightSyncClient(ServiceClient):
         return convert.from_proto(OpenedGroup, await self._unary(self._stub.OpenGroup, "OpenGroup", request))
 
     async def sleep_engines(self, engine_pool: str = "", *, deadline_s: float) -> SleepOutcome:
-        """Has engines without work give their memory back until the next version or request. Those without sleep mode,
-        with work, or without an answer after `deadline_s` count as awake."""
+        """Has engines without work give their memory back until the next version or request.
+
+        Those without an answer after `deadline_s` count as awake."""
         request = pb.SleepEnginesRequest(engine_pool=engine_pool, deadline_s=deadline_s)
         limit_s = deadline_s + self.options.unary_deadline_s
         return convert.from_proto(

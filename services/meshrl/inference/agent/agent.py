@@ -1,8 +1,7 @@
 """The agent of an engine: registers it at the weight hub, loads new versions, and swaps them under running requests.
 
-It receives the hub's commands and sends reports. A version is loaded while the engine generates; generation pauses only
-for the swap. This module carries out the actions that the rules in `states` ask for, each in a task of its own, and
-passes the results back. A hub that is away is called again while the engine serves on.
+A version is loaded while the engine generates, which pauses only for the swap. The rules in `states` ask for actions;
+here each is carried out in a task of its own. A hub that is away is called again while the engine serves on.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ class LineWork:
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """A pause that is held until the hub resumes the gang: when it began, and what was applied."""
+    """A pause that is held until the hub resumes the gang."""
 
     began_s: float
     line: LineMachine
@@ -119,36 +118,31 @@ class WeightAgent:
         membership: Membership,
         address: str,
         *,
-        fetch_stall_s: float | None = None,
         hold_deadline_s: float = 30.0,
         spool_dir: Path | None = None,
         url: str = "",
         away_s: float | None = None,
+        waits: Waits | None = None,
         ahead: VersionAhead | None = None,
     ) -> None:
         """`address` is the host:port at which the engine serves; `url` is the hub's way to it, if another.
 
-        fetch_stall_s: for weight_broadcast.stall_s; hold_deadline_s: end a gang's pause if the hub never does;
-        spool_dir: where streamed versions become files for engines that want files, by default /dev/shm if there is
-        room; away_s: how long the hub may be away before the agent ends, None for ever; ahead: what came while the
-        engine started, which is closed here.
+        hold_deadline_s: ends a gang's pause if the hub never does; spool_dir: as of `Spool`; away_s: the agent ends
+        once the hub was away so long, None is never; ahead: what came while the engine started, which is closed here.
         """
         self._client = client
         self._engine = engine
         self._engine_id, self._engine_pool = membership.engine_id or address, membership.engine_pool
         self._url, self._away_s = url or f"{scheme()}://{address}", away_s
         self.connected = False  # to the hub
-        self.waits = Waits()  # replaced by the program's, where it has some
-        self._ahead, spool = ahead, None
+        self.waits = waits or Waits()
+        self._ahead, self._spool = ahead, None
         if engine.stages_from_files:
             name = spool_name(membership.output_dir, self._engine_id)
-            spool = Spool(spool_dir, name) if ahead is None else ahead.spool
+            self._spool = Spool(spool_dir, name) if ahead is None else ahead.spool
         broadcast = membership.broadcast or WeightBroadcastConfig()
         self._max_probe_error = broadcast.max_probe_error
-        stall_s = broadcast.stall_s if fetch_stall_s is None else fetch_stall_s
-        limits = LinkLimits(connections=broadcast.connections, mbps=broadcast.max_mbps, stall_s=stall_s)
-        self._downloader = Downloader(client, limits, broadcast.relays)
-        self._spool = spool
+        self.downloader = Downloader(client, LinkLimits.of(broadcast), broadcast.relays)
         self._signature = manifests.layout_signature(engine.layout())
         self._hold_deadline_s = hold_deadline_s
         self.machine = AgentMachine(version=engine.version)
@@ -164,16 +158,10 @@ class WeightAgent:
         self._live_root = b""
         self._held: Held | None = None
 
-    @property
-    def downloaded_bytes(self) -> int:
-        """That came over the network since its start; what came ahead is not counted."""
-        return self._downloader.taken_bytes
-
     # --- life -----------------------------------------------------------------------------------
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Registers and follows the hub. Raises errors that waiting does not cure: CONTRACT_MISMATCH, or a defect. Ends
-        once the hub was away for `away_s`."""
+        """Registers and follows the hub. Raises errors that waiting does not cure: CONTRACT_MISMATCH, or a defect."""
         self._live_root = self._engine.root or await self._engine.weights_root()
         stopping = asyncio.create_task(stop.wait())
         stopping.add_done_callback(lambda _: self._leave.set())
@@ -217,7 +205,7 @@ class WeightAgent:
         for work in self._lines.values():
             work.loader.drop_image()
         await self._close_ahead()
-        await self._downloader.close()
+        await self.downloader.close()
 
     async def _close_ahead(self) -> None:
         ahead, self._ahead = self._ahead, None
@@ -339,17 +327,16 @@ class WeightAgent:
         return task
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
-        """A task that failed has left the engine in an unknown state, perhaps paused: the agent ends with it."""
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._defect = error
+            self._defect = error  # the engine is in an unknown state, perhaps paused
             self._leave.set()
 
     def _work(self, run_id: str) -> LineWork:
         work = self._lines.get(run_id)
         if work is None:
             ahead = None if self._ahead is None else self._ahead.take
-            fetcher = VersionFetcher(self._downloader, spool=self._spool, ahead=ahead)
+            fetcher = VersionFetcher(self.downloader, spool=self._spool, ahead=ahead)
             loader = VersionLoader(self._client, self._engine, fetcher, self._signature, run_id)
             work = self._lines[run_id] = LineWork(loader=loader, probes=ProbeRule(self._max_probe_error))
         return work
@@ -482,8 +469,7 @@ class WeightAgent:
         return kept
 
     async def _end_hold(self, line: LineMachine, version: int) -> None:
-        """Resumes a held engine when the hub does not: the version is decided, so it may be served."""
-        await asyncio.sleep(self._hold_deadline_s)
+        await asyncio.sleep(self._hold_deadline_s)  # the version is decided, so it may be served
         if line.held and line.version == version:
             logger.warning("no resume came for version {} in {:g} s; going on alone", version, self._hold_deadline_s)
             self._spawn(self._resume())
@@ -505,7 +491,7 @@ class WeightAgent:
         self._perform(held.line.resumed(report))
 
     async def _probe(self, run_id: str, prepared: PreparedVersion) -> float | None:
-        """Has the engine score the probe of the version that it has just begun to serve; None without one.
+        """The error in nats of the version that the engine has just begun to serve; None without a probe.
 
         Raises MeshError ENGINE_FAILED, with the version no longer served, if it does not compute as the trainer.
         """
@@ -565,9 +551,8 @@ def apply_span(
 ) -> Iterator[trace.Span]:
     """The span `rl.sync.apply`: from the decision for a version until the engine serves it.
 
-    It is in the trace of the version's `rl.sync`, which the hub writes and which links to the `rl.train` that made the
-    version: both compute its ids alike (`meshrl.wire.trace.sync_context`). It is current inside, so that log lines name
-    its trace. Without anything prepared it is alone.
+    It is in the trace of the hub's `rl.sync` of the version: both compute its ids alike (`meshrl.wire.trace`). It is
+    current inside, so that log lines name its trace. Without anything prepared it is alone.
     """
     parent = None if prepared is None else sync_context(version, prepared.manifest.result_root)
     context = Context() if parent is None else trace.set_span_in_context(trace.NonRecordingSpan(parent))

@@ -1,7 +1,7 @@
-"""Brings the version that a hub serves to this host while the engine starts, to be applied as soon as it serves.
+"""Brings the version that a hub serves to this host while the engine starts; the agent then takes what came.
 
 Only a whole version in chunks comes ahead: files that this host can read need not come, adapters and deltas are small,
-and what is broadcast comes to engines alone. The agent fetches versions as ever, and takes what is here, or on its way.
+and a broadcast comes to engines alone.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ class VersionAhead:
     """One version at a time comes, that of the newest decision. `begin` once, and `close` in the end."""
 
     def __init__(self, broadcast: WeightBroadcastConfig, spool: Spool) -> None:
-        """`spool` is the engine's: what comes is in files there, for its processes to read."""
+        """`spool` is the engine's."""
         self.spool = spool
         self._hub = WeightSyncClient(broadcast.address)
-        limits = LinkLimits(connections=broadcast.connections, mbps=broadcast.max_mbps, stall_s=broadcast.stall_s)
-        self._downloader = Downloader(self._hub, limits, broadcast.relays)
+        self._downloader = Downloader(self._hub, LinkLimits.of(broadcast), broadcast.relays)
         self._fetcher = VersionFetcher(self._downloader, spool=spool)
         self._newest: VersionInfo | None = None
         self._decided = asyncio.Event()
@@ -49,16 +48,13 @@ class VersionAhead:
 
     @property
     def came(self) -> str:
-        """The artifact whose bytes are all here, until they are taken; empty while there is none."""
+        """The artifact whose bytes are all here and were not taken; empty while there is none."""
         coming = self._coming
         is_here = coming is not None and coming.done() and not coming.cancelled() and coming.exception() is None
         return self._artifact_id if is_here else ""
 
     async def take(self, artifact_id: str) -> HostBytes | None:
-        """The bytes of an artifact, once they are here; None where they were not on their way, or did not come.
-
-        Nothing comes ahead from then on, and other bytes are dropped.
-        """
+        """The bytes of an artifact, once they are here; None if they do not come. Nothing else comes from then on."""
         self._end_following()
         coming, self._coming = self._coming, None
         if coming is None:
@@ -76,7 +72,7 @@ class VersionAhead:
             raise
 
     async def close(self) -> None:
-        """Drops what was not taken. Closing twice is fine."""
+        """Drops what was not taken; may be called twice."""
         self._end_following()
         coming, self._coming = self._coming, None
         if coming is not None:

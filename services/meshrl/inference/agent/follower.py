@@ -1,7 +1,6 @@
-"""Runs the agent for the hub that an engine follows: the hub of its configuration, or one that called it.
+"""Runs the agent for the hub that an engine follows: the one of its configuration, or one that called POST /follow_hub.
 
-The hub of each run calls the engines that the run lists (POST /follow_hub), and the engine then takes its versions from
-that hub until it is gone. It follows one hub at a time, and does not leave a present hub for another.
+An engine follows one hub at a time, and does not leave a present hub for another.
 """
 
 from __future__ import annotations
@@ -50,9 +49,7 @@ class HubFollower:
         waits: Waits | None = None,
         ahead: VersionAhead | None = None,
     ) -> None:
-        """url: the configured hub's way to this engine, if not the address at which it serves; away_s: how long a hub
-        that called may be away before it is left; waits: those of the program; ahead: what came from the configured hub
-        while the engine started."""
+        """url, ahead: as of `WeightAgent`, for the configured hub; away_s: the same for one that called."""
         self._waits, self._ahead = waits or Waits(), ahead
         self._engine, self._membership, self._url, self._away_s = engine, membership, url, away_s
         self._address = ""
@@ -69,8 +66,8 @@ class HubFollower:
         return self._following is not None and self._following.agent.connected
 
     async def run(self, address: str, stop: asyncio.Event) -> None:
-        """Follows until `stop` is set; `address` is the host:port at which the engine serves. Raises errors that end
-        the engine: a defect of an agent, or a configured hub of another contract."""
+        """Follows until `stop` is set; `address` is the host:port at which the engine serves. Raises as
+        `WeightAgent.run` for a configured hub."""
         self._address = address
         if self._membership.broadcast is not None:
             self._begin(self._membership.broadcast.address, url=self._url, away_s=None, ahead=self._ahead)
@@ -91,10 +88,10 @@ class HubFollower:
             await self._leave(CLOSE_S)
 
     async def follow(self, hub: str, url: str, token: str = "") -> None:
-        """Follows the hub at `hub` from now on, registered there at `url`; returns once the hub has answered. `token`
-        is shown to the hub, by default this program's own. Another token means another hub at the same address, that of
-        the next run. Raises MeshError: RUN_LIMIT_REACHED while another hub is there, UNREACHABLE for one that does not
-        answer."""
+        """Follows the hub at `hub`, registered there at `url`; returns once the hub has answered.
+
+        `token` is shown to the hub, by default this program's own; another one means the hub of the next run at the
+        same address. Raises MeshError: RUN_LIMIT_REACHED while another hub is there, UNREACHABLE."""
         async with self._changing:
             now = self._following
             if now is not None and (now.hub, now.token) == (hub, token) and not now.task.done():
@@ -119,8 +116,9 @@ class HubFollower:
         leave = asyncio.Event()
         client = WeightSyncClient(hub, ChannelOptions(credentials=TokenCredentials(token)) if token else None)
         at = urlsplit(url).netloc or self._address  # engines that listen at 0.0.0.0 would all have one name
-        agent = WeightAgent(client, self._engine, self._membership, at, url=url, away_s=away_s, ahead=ahead)
-        agent.waits = self._waits
+        agent = WeightAgent(
+            client, self._engine, self._membership, at, url=url, away_s=away_s, waits=self._waits, ahead=ahead
+        )
         task = asyncio.create_task(_run(client, agent, leave, called=away_s is not None))
         self._following = _Following(hub=hub, token=token, agent=agent, task=task, leave=leave)
         self._changed.beat()

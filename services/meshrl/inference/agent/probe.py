@@ -1,9 +1,8 @@
-"""Judges probes: whether an engine computes with the weights of the version that it has just applied.
+"""Judges probes: whether an engine computes with the weights of the version that it has just applied. No I/O.
 
-Digests show that a version's bytes are right, not that every kernel, index and packed copy of the engine follows them.
-The manifest of a version has the trainer's logprobs of a fixed prompt; an engine that scores it far from those serves
-something else. The usual distance depends on types, kernels, quantisation and routers, so the rule learns it from the
-first versions. No I/O.
+Digests show that bytes are right, not that every kernel, index and packed copy of the engine follows them. A manifest
+has the trainer's logprobs of a fixed prompt, from which the engine's must not be far. The usual distance depends on
+types, kernels, quantisation and routers, so the rule learns it from the first versions.
 """
 
 from __future__ import annotations
@@ -17,20 +16,15 @@ from numpy.typing import NDArray
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import VersionProbe
 
-LEARNED_FROM = 8
-"""Versions whose errors are what is usual."""
-
-KNOWN_AFTER = 3
-"""Versions after which the usual error is known well enough."""
-
+LEARNED_FROM = 8  # versions
+KNOWN_AFTER = 3  # versions
 TIMES_USUAL = 8.0
 LEAST_BOUND = 0.05  # nats: below, nothing is worth a refusal
-SHARE_OF_SPREAD = 0.5
-"""Of the logprobs' mean distance from their mean: other weights give about all of it."""
+SHARE_OF_SPREAD = 0.5  # of the logprobs' mean distance from their mean: other weights give about all of it
 
 
 class ProbeRule:
-    """The bound of one engine's probes on the versions of one run: fixed, or from the first versions."""
+    """The bound of one engine's probes on the versions of one run."""
 
     def __init__(self, bound: float | Literal["auto"] = "auto") -> None:
         self._fixed = None if bound == "auto" else bound
@@ -46,9 +40,9 @@ class ProbeRule:
         return max(LEAST_BOUND, SHARE_OF_SPREAD * float(np.abs(logprobs - logprobs.mean()).mean()))
 
     def judge(self, probe: VersionProbe, scored: Sequence[NDArray[np.float32]]) -> float:
-        """The mean distance in nats of logprobs (P,) from the probe's, of the worst copy of the model.
+        """The mean distance in nats of logprobs (P,) from the probe's first P, of the worst copy of the model.
 
-        Fewer than the probe's are compared with as many of its first. Raises MeshError ENGINE_FAILED above the bound.
+        Raises MeshError ENGINE_FAILED above the bound.
         """
         errors = [np.abs(each[1:] - probe.logprobs[: len(each) - 1]).mean(dtype=np.float64) for each in scored]
         error = float(np.max(errors))

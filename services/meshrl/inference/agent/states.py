@@ -1,14 +1,12 @@
 """The agent's rules as a state machine: hub commands and results of actions in, actions out. No I/O, no clock.
 
 `JOINING -> SEEDING -> READY(v) -> FETCHING(w) -> PREPARED(w) -> APPLYING(w) -> READY(w)`. A fault while fetching goes
-back to the start; a fault while applying goes to POISONED, and from there only a fully fetched, verified and applied
+back to the start; a fault while applying goes to POISONED, from where only a fully fetched, verified and applied
 version leads back to READY. An artifact is applied only after its fetch was verified and its commit arrived, so an
 engine never serves half of a version or an undecided one.
 
-Each run of the hub has these states of its own (`LineMachine`); they share one session.
-
-Groups of the nccl transport are independent of these states: joining, failing to join or losing one changes neither the
-served version nor other fetches. So is sleep: an engine that sleeps is READY, and a request or a version wakes it.
+Each run of the hub has these states of its own (`LineMachine`). Groups of the nccl transport and sleep are independent
+of them: an engine that sleeps is READY, and a request or a version wakes it.
 """
 
 from __future__ import annotations
@@ -113,8 +111,7 @@ class SendReport:
     """Report to the hub now: the state, and the fields here.
 
     The target here is the version of a fault, if that is no longer the machine's target. A fault `of_group`, or of
-    sleep, is about no version: a target that is still being fetched is left out of the report, so that the fault is not
-    taken for one of the target.
+    sleep, is about no version: a target that is still being fetched is left out of the report.
     """
 
     run_id: str = ""
@@ -127,14 +124,14 @@ class SendReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Leave:
-    """Ask for nothing more: the agent is to end."""
+    """The agent is to end."""
 
 
 Action = StartFetch | CancelFetch | StartApply | ResumeEngine | LetGo | StartJoin | StartSleep | SendReport | Leave
 
 
 class LineMachine:
-    """The state of one engine on the line of a run. `version` and `artifact_id` are those that the engine serves."""
+    """The state of one engine on the line of a run. `version` and `artifact_id` are those served."""
 
     def __init__(self, run_id: str = "", *, version: int | None = None) -> None:
         self.run_id = run_id
@@ -208,8 +205,7 @@ class LineMachine:
         return [CancelFetch(run_id=self.run_id), self._report()]
 
     def _is_named(self, command: Abort | Resume) -> bool:
-        """Whether a command is about the target; hubs of 1.0 name no artifact."""
-        target = self.target
+        target = self.target  # hubs of 1.0 name no artifact
         return (
             target is not None and target.version == command.version and command.artifact_id in ("", target.artifact_id)
         )
@@ -223,7 +219,7 @@ class LineMachine:
         return self._apply() if self.target.committed else [self._report()]
 
     def fetch_failed(self, artifact_id: str, fault: AgentFault) -> list[Action]:
-        """The artifact cannot be fetched or does not match its manifest: the old version stays."""
+        """The artifact cannot be fetched or is not that of its manifest: the old version stays."""
         if self.target is None or self.target.artifact_id != artifact_id or not self._fetching:
             return []
         refused = self.target
@@ -245,7 +241,7 @@ class LineMachine:
         return self._finish(report) if self.held else []
 
     def displaced(self, version: int | None) -> bool:
-        """Other weights were loaded by hand. Returns whether they replaced the version that the hub had it serve."""
+        """Other weights were loaded by hand; returns whether they replaced a version of the hub."""
         if self.state not in (AgentState.READY, AgentState.FETCHING, AgentState.PREPARED) or self._poisoned:
             return False
         self.version, self.artifact_id, self.last_applied = version, "", None
@@ -400,7 +396,7 @@ class AgentMachine:
         return [self._report(fault)]
 
     def slept(self, number: int, fault: AgentFault | None = None) -> list[Action]:
-        """A Sleep is over: the engine sleeps, has work, or could not sleep, which is a fault of no version."""
+        """A Sleep is over: the engine sleeps, has work, or could not sleep."""
         self.sleep_answered = number
         return [self._report(fault)]
 

@@ -1,8 +1,7 @@
-"""Loads one version into an engine's shadow copy of the weights, while the engine generates.
+"""Loads versions into an engine's shadow copy of the weights, while the engine generates.
 
-The manifest comes from the hub. The bytes come from the publisher's files if this host can read them, else in chunks
-from relays or the hub, or by broadcast. All are checked against the manifest's digests. A refused version leaves the
-live weights as they are.
+The bytes come from the publisher's files if this host can read them, else in chunks from relays or the hub, or by
+broadcast. All are checked against the manifest's digests. A refused version leaves the live weights as they are.
 """
 
 from __future__ import annotations
@@ -44,7 +43,6 @@ class PartTimes:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Counts the block's time to `name`, also if it fails."""
         seconds, began_s = self.seconds, time.monotonic()
         try:
             yield
@@ -57,8 +55,7 @@ class PartTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedVersion:
-    """The staged version, or one without staging since the live weights have its root (`adopt`). `parts`: seconds by
-    part (see `PartTimes`)."""
+    """The staged version, or one that needs no staging since the live weights have its root (`adopt`)."""
 
     manifest: Manifest
     artifact_id: str
@@ -74,8 +71,7 @@ class PreparedVersion:
 class VersionLoader:
     """Loads the versions of one run.
 
-    The last version that deltas can lead on from stays in host memory as an image, unless the engine applies deltas to
-    its own weights (`Engine.patches`).
+    The last version that deltas can lead on from stays in host memory as an image, unless `Engine.patches`.
     """
 
     def __init__(
@@ -90,9 +86,9 @@ class VersionLoader:
         self._image: WeightImage | None = None
 
     async def find(self, version: int, artifact_id: str, *, anew: bool = False) -> FoundVersion:
-        """Asks the hub for the manifest of a version, and for a delta's steps from the weights here.
+        """The manifest of a version at the hub, and a delta's steps from the weights here, or from none (`anew`).
 
-        `anew`: for the steps from none. Raises MeshError VERSION_SUPERSEDED, DIGEST_MISMATCH.
+        Raises MeshError VERSION_SUPERSEDED, DIGEST_MISMATCH.
         """
         self.fetcher.begin()
         self.times.begin()
@@ -157,11 +153,10 @@ class VersionLoader:
             await self._fetch_and_stage(copy, await asyncio.to_thread(manifests.artifact_id, copy))
 
     async def _receive(self, manifest: Manifest) -> None:
-        """Has the engine take a broadcast. It takes a delta that it cannot apply, too, or the others would wait."""
         is_delta, other_base = manifest.kind is VersionKind.DELTA, manifest.base_root != self._engine.root
         try:
             with self.times.part("received"):
-                await self._engine.receive(manifest)
+                await self._engine.receive(manifest)  # a delta that it cannot apply, too, or the others would wait
         except MeshError as error:
             if is_delta and error.reason is Reason.NOT_SUPPORTED:
                 self._engine.receives_deltas = False  # the agent registers that, and versions come in full
@@ -253,10 +248,7 @@ class VersionLoader:
 
 
 class VersionFetcher:
-    """Fetches the versions of one run through a downloader.
-
-    With a `spool`, versions that come in chunks are written into files there, else they stay in memory.
-    """
+    """Fetches the versions of one run: those in chunks into files of `spool`, or into memory without one."""
 
     def __init__(
         self,
@@ -281,13 +273,10 @@ class VersionFetcher:
         self._arrived += count
 
     async def fetch(self, manifest: Manifest, artifact_id: str, *, to_change: bool = False) -> HostBytes:
-        """The verified bytes of a version, to be released once it is staged.
+        """The verified bytes of a version, to be released once it is staged; `to_change`: a copy in one part.
 
-        `to_change`: as a copy in one part, even if a publisher's files could be read in place.
-
-        Raises MeshError: DIGEST_MISMATCH when bytes are not those of the manifest, CHUNK_CORRUPT when a link damages
-        every copy, UNKNOWN_VERSION when they are gone, UNREACHABLE when nothing came, OVERLOADED when there is no room
-        for them.
+        Raises MeshError as `Downloader.pull`, DIGEST_MISMATCH for bytes that are not the manifest's, OVERLOADED without
+        room.
         """
         mapped = await self._mapped(manifest) if manifest.transport is Transport.FILESYSTEM else None
         if mapped is not None and to_change:
@@ -306,8 +295,7 @@ class VersionFetcher:
     ) -> Bytes:
         """The bytes of a delta, every chunk right. Raises MeshError as `fetch`, and the errors of `use`.
 
-        `use` is called with them on a thread while they arrive; its second argument waits for the bytes up to an
-        offset.
+        `use` gets them on a thread while they arrive, and a function that waits for those up to an offset.
         """
         self._awaited += manifest.payload_bytes
         payload: Bytes = np.empty(manifest.payload_bytes, dtype=np.uint8)
@@ -328,7 +316,7 @@ class VersionFetcher:
             await asyncio.gather(pulling, using, return_exceptions=True)
 
     async def fetch_delta_file(self, manifest: Manifest) -> HostBytes:
-        """As `fetch_delta`, in a file of the spool that `release` deletes."""
+        """As `fetch_delta`, in a file of the spool."""
         assert self._spool is not None, "engines that patch are other processes"
         return await asyncio.to_thread(self._spool.write, manifest.version, await self.fetch_delta(manifest))
 

@@ -1,4 +1,4 @@
-"""Sets publishing up at the start, on rank 0: decides by which transport versions leave, and builds the publisher."""
+"""Sets publishing up on rank 0: decides by which transport versions leave, and builds the publisher."""
 
 from __future__ import annotations
 
@@ -88,10 +88,7 @@ class Publication:
 async def decide(
     options: PublishOptions, parts: TrainerParts, client: WeightSyncClient, epoch: int, waits: Waits
 ) -> PublicationSettings:
-    """Decides how versions leave; all of it but the store's address. With type auto it waits for a first engine.
-
-    `epoch` is the trainer's own; a trainer that started several times without publishing claims the hub's next one.
-    """
+    """Decides how versions leave, but for the store's address. With type auto it waits for a first engine."""
     broadcast, parallel = options.broadcast, parts.parallel
     adapter_only = options.model.lora is not None and broadcast.lora_adapter_only
     engines: tuple[EngineInfo, ...] = ()
@@ -145,7 +142,7 @@ async def decide(
 
 
 async def claimable_epoch(client: WeightSyncClient, epoch: int) -> int:
-    """The epoch to publish in: the next one of the hub, where that is below `epoch`.
+    """The epoch to publish in: `epoch`, or the hub's next one where the trainer started often without publishing.
 
     Without a hub it is `epoch`. Should that be refused later, the trainer ends, and the next start finds the hub.
     """
@@ -166,7 +163,7 @@ def open_publication(
     client: WeightSyncClient,
     environment: Mapping[str, str],
 ) -> tuple[Publication, Captured]:
-    """Opens the snapshotters of all ranks and captures the first version; on the training thread, first of all."""
+    """As `open_run`, for the trainer's own run, once its settings are decided."""
     decided = commands.wait(settings)
     parallel = parts.parallel
     store = None
@@ -178,7 +175,7 @@ def open_publication(
 
 
 def settings_of_added(own: PublicationSettings, *, epoch: int, folder: Path) -> PublicationSettings:
-    """How the versions of a run beside the trainer's own leave: as adapters that rank 0 streams."""
+    """How versions of a run beside the trainer's own leave: as adapters that rank 0 streams."""
     return replace(
         own, transport=Transport.STREAM.value, adapter_only=True, in_shares=False, store_address="", epoch=epoch,
         folder=str(folder.absolute()),
@@ -202,11 +199,10 @@ def open_run(
     commands.send(SnapshotCommand(run_id=run.run_id))
     initial = snapshotter.capture(run.step_done)
     broadcast = options.broadcast
-    limits = LinkLimits(connections=broadcast.connections, mbps=broadcast.max_mbps, stall_s=broadcast.stall_s)
     folder, layout = versions_folder(options.output_dir), Layout(options.output_dir)
     temporary = folder if Path(decided.folder) == folder else None
     publication = Publication(
-        publisher=Publisher(client, transport, retry_for_s=broadcast.stall_s, limits=limits),
+        publisher=Publisher(client, transport, retry_for_s=broadcast.stall_s, limits=LinkLimits.of(broadcast)),
         snapshotter=snapshotter,
         store=store,
         temporary=temporary,
@@ -216,9 +212,9 @@ def open_run(
 
 
 def store_host(transport: str, engines_host: str, environment: Mapping[str, str], *, one_host: bool) -> str:
-    """The host at which the store listens, where ranks and, with transport nccl, engines meet: one address for all.
+    """The host at which the store listens, where ranks and, with transport nccl, engines meet.
 
-    `engines_host` is the one that was configured for engines; ranks on other hosts cannot reach a loopback address.
+    `engines_host` is configured for engines; ranks on other hosts cannot reach a loopback address.
     """
     if transport != Transport.NCCL.value:
         return LOCALHOST  # only ranks of one host share files

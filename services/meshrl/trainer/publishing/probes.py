@@ -16,11 +16,11 @@ from meshrl.wire.types import MicroBatch, VersionProbe
 SEED = 0
 
 PendingProbe = Callable[[], VersionProbe]
-"""Waits until the device has scored the prompt, from any thread."""
+"""Waits until the device has scored the prompt; for any thread."""
 
 
 def prober(learner: Learner, run: RunState, num_tokens: int) -> Callable[[], PendingProbe] | None:
-    """Begins the run's probe of `num_tokens` under the weights of this moment; collective. None where that is 0.
+    """Begins a probe of `num_tokens` under the weights of the moment; collective. None for fewer than 2 tokens.
 
     The prompt is drawn from the whole vocabulary, so that it needs no tokenizer and meets many rows and experts.
     """

@@ -1,8 +1,4 @@
-"""Rank 0's publisher: stages and seals each captured version at the hub, by the transport chosen at the start.
-
-The training loop gives it what the snapshotter captured. Once a version is sealed, engines prepare it. Versions are
-activated by the orchestrator, not here.
-"""
+"""Rank 0's publisher: stages and seals each captured version at the hub. The orchestrator activates them."""
 
 from __future__ import annotations
 
@@ -30,10 +26,9 @@ from meshrl.wire.types import VersionKind, VersionProbe, capabilities
 class PublishReport:
     """How a version was published.
 
-    `parts_s` has the seconds of each part that the transport has: `probe` (scored), `snapshot` (rows cast and copied
-    aside, on the training thread), `encode` (digested, and made a delta, by all ranks), `write` (hashed and written or
-    packed), `group` (engines met), `stage` (taken by the hub), `seal`, `wire` (broadcast), `keep` (kept for the next
-    delta).
+    `parts_s` has the seconds of the transport's parts: `probe` (scored), `snapshot` (rows cast and copied aside, on the
+    training thread), `encode` (digested, and made a delta, by all ranks), `write` (hashed and written or packed),
+    `group` (engines met), `stage` (taken by the hub), `seal`, `wire` (broadcast), `keep` (as the next delta's base).
     """
 
     version: int
@@ -74,9 +69,9 @@ class Publisher:
     async def publish(self, version: int, captured: Captured, traceparent: str = "") -> PublishReport:
         """Publishes a captured version; returns once it is sealed and, by broadcast, was sent to the engines.
 
-        Publishing the same content of a version again is harmless. Raises MeshError: STALE_EPOCH when a newer trainer
-        took over, VERSION_CONFLICT or VERSION_SUPERSEDED, DIGEST_MISMATCH when bytes changed between hashing and
-        sealing, UNREACHABLE after `retry_for_s`. Raises OSError for files that cannot be written.
+        The same content may be published again. Raises MeshError: STALE_EPOCH when a newer trainer took over,
+        VERSION_CONFLICT or VERSION_SUPERSEDED, DIGEST_MISMATCH when bytes changed before sealing, UNREACHABLE after
+        `retry_for_s`. Raises OSError for files that cannot be written.
         """
         async with self._busy:
             peers = await self._uploader.peers()
@@ -124,9 +119,9 @@ class Publisher:
 
 
 def next_epoch(path: Path) -> int:
-    """Returns one more than the epoch in the file at `path` (1 when there is none) and writes it there, durably.
+    """One more than the epoch in the file at `path` (1 when there is none), which is written there durably.
 
-    Call it once at every start of a trainer, with a path in its output_dir. Raises ConfigError for a damaged file.
+    For each start of a trainer. Raises ConfigError for a damaged file.
     """
     try:
         text = path.read_text(encoding="utf-8", errors="replace").strip()

@@ -1,7 +1,6 @@
 """Each rank's snapshotter: copies its weights between two steps, on the training thread, to be published meanwhile.
 
-Rank 0 decides at the start how versions leave (`PublicationSettings`) and sends that to the others; from then on every
-rank captures each version at the same place in the order of collectives.
+Every rank captures a version at the same place in the order of collectives.
 """
 
 from __future__ import annotations
@@ -65,10 +64,10 @@ def plan_of(
 
 @dataclass(frozen=True, kw_only=True)
 class PublicationSettings:
-    """How versions leave this trainer, the same on every rank.
+    """How versions leave this trainer, as rank 0 decides for all.
 
     in_shares: each sender rank publishes its rows, else rank 0 gathers them; store_address: where the ranks meet, and
-    engines with transport nccl, empty where they need not.
+    engines with transport nccl.
     """
 
     transport: str
@@ -86,7 +85,7 @@ class PublicationSettings:
 
 
 class Snapshotter:
-    """Captures one rank's weights. `share` publishes them, where each sender rank publishes its own rows."""
+    """Captures one rank's weights; `share` publishes its rows."""
 
     def __init__(
         self,
@@ -96,7 +95,7 @@ class Snapshotter:
         settings: PublicationSettings,
         probe: Callable[[], PendingProbe] | None = None,
     ) -> None:
-        """`probe` begins that of each version; collective. None: versions have none."""
+        """`probe` begins that of each version, if they have one; collective."""
         self.share: FileShare | BroadcastShare | StreamShare
         self._model, self._dtype, self._parallel, self._probe = model, dtype, parallel, probe
         self._adapter_only, self._in_shares = settings.adapter_only, settings.in_shares
@@ -131,7 +130,7 @@ class Snapshotter:
             )
 
     def capture(self, version: int) -> Captured:
-        """Copies the current weights; collective. Rank 0 gives the publisher what this returns."""
+        """Copies the current weights; collective. Rank 0 passes the result to the publisher."""
         began_s = time.perf_counter()
         probe = None if self._probe is None else self._probe()
         probe_s = {} if probe is None else {"probe": time.perf_counter() - began_s}
@@ -159,8 +158,7 @@ class Snapshotter:
 
 
 def open_snapshotter(settings: PublicationSettings, learner: Learner, run: RunState, dtype: torch.dtype) -> Snapshotter:
-    """This rank's snapshotter of a run; on the sender ranks but the first it comes with the thread that does its
-    share."""
+    """This rank's snapshotter of a run; on sender ranks but the first with the thread that does its share."""
     parallel = learner.parallel
     snapshotter = Snapshotter(learner.model, dtype, parallel, settings, prober(learner, run, settings.probe_tokens))
     if settings.in_shares and 0 < parallel.rank < parallel.plan.num_senders:

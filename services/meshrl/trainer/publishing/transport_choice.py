@@ -1,4 +1,4 @@
-"""Decides at the trainer's start how versions leave it: from the configuration and the engines that the hub knows."""
+"""Decides at the trainer's start how versions leave it, by the configuration and the hub's engines."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ class TransportChoice:
 def choose(
     configured: str, engines: Sequence[EngineInfo], *, on_gpu: bool, host: str, adapter_only: bool
 ) -> TransportChoice:
-    """The transport for a configured type, given the engines; `host` is this host's name."""
     if configured == "nccl" and adapter_only:
         return TransportChoice(transport=Transport.STREAM, why="type nccl is for whole weights, and adapters are small")
     if configured != "auto":
@@ -52,7 +51,7 @@ def choose(
 
 
 async def first_engines(client: WeightSyncClient, *, deadline_s: float) -> tuple[EngineInfo, ...]:
-    """The engines of the hub, once there is one; none when none came until the deadline."""
+    """The engines of the hub, once there is one; none at the deadline."""
     end_s = time.monotonic() + deadline_s
     while True:
         engines = await known_engines(client)
@@ -62,7 +61,7 @@ async def first_engines(client: WeightSyncClient, *, deadline_s: float) -> tuple
 
 
 async def known_engines(client: WeightSyncClient) -> tuple[EngineInfo, ...]:
-    """The engines that the hub knows now; none while there is no hub."""
+    """The engines of the hub; none while there is no hub."""
     try:
         return await client.list_engines()
     except MeshError as error:  # programs start in any order
@@ -82,15 +81,12 @@ def files_folder(
     one_host: bool,
     version_bytes: int,
 ) -> Path:
-    """Folder for the files of versions, and a log line with the reason. `one_host`: all ranks of the trainer are on it.
-
-    An engine that cannot read the files gets their bytes from the hub, so the hub must be here.
-    """
+    """Folder for the files of versions; logs the reason. `one_host`: all ranks of the trainer are on it."""
     if configured is not None:
         logger.info("files of versions go to {} (weight_broadcast.broadcast_dir)", configured)
         return Path(configured)
     obstacle = None
-    if not hub_address.startswith(LOOPBACK):
+    if not hub_address.startswith(LOOPBACK):  # it gives the bytes to engines that cannot read the files
         obstacle = f"the hub at {hub_address} may be on another host"
     elif not one_host or any(engine.host != host for engine in engines):
         obstacle = "not everybody is on this host"
@@ -107,7 +103,7 @@ def files_folder(
 
 
 def handover_folder(output_dir: Path, on_disk: Path, *, version_bytes: int) -> Path:
-    """Folder in which the ranks of one host write the rows that rank 0 streams, and a log line with the reason."""
+    """Folder in which the ranks of one host write the rows that rank 0 streams; logs the reason."""
     room = SHM.is_dir() and shutil.disk_usage(SHM).free >= version_bytes
     folder = private_folder(versions_folder(output_dir)) if room else on_disk
     why = "in memory" if room else f"{SHM} has no room for the {version_bytes} bytes of a version"

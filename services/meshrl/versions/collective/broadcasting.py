@@ -1,10 +1,8 @@
 """The two ends of a group: a sender rank of the trainer sends its snapshot, a rank of an engine receives a version.
 
-A snapshot (`versions.snapshot`) has its pieces in the order in which they are broadcast, so nothing is copied once
-more. A receiver checks a version and passes on whole tensors. In a scattered group (see `scatter`) a receiver gets no
-more than the parts that it holds, and the ranks of an engine check them together. Of a version that leaves as a delta
-each sender broadcasts the delta of its own rows, and a receiver joins them. Used by the broadcast transport, the
-embedded engine's `BroadcastReceiver` and vLLM's workers.
+A receiver checks a version and passes on whole tensors. In a scattered group (see `scatter`) it gets no more than the
+parts that it holds, and the ranks of an engine check them together. Of a delta each sender broadcasts that of its own
+rows, and a receiver joins them. Used by the broadcast transport, `BroadcastReceiver` and vLLM's workers.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ Bytes = NDArray[np.uint8]
 
 
 class Sender:
-    """One sender rank's end of a group. Blocking: use it off the event loop and off the training thread."""
+    """Blocking: use it off the event loop and off the training thread."""
 
     def __init__(
         self, communicator: Communicator, *, sender: int, device: torch.device,
@@ -55,10 +53,7 @@ class Sender:
         cls, store: Store, *, generation: int, backend: str, sender: int, num_receivers: int, device: torch.device,
         deadline_s: float, plan: PublishPlan | None = None,
     ) -> Sender:  # fmt: skip
-        """Meets the receivers at `store`. Raises MeshError GROUP_BROKEN when they do not all come in time.
-
-        `plan`: of the versions that may be scattered.
-        """
+        """Meets the receivers at `store`; `plan`: of versions that may be scattered. Raises MeshError GROUP_BROKEN."""
         if device.type == "cuda":
             torch.cuda.set_device(device)
         group = PrefixStore(f"g{generation}", store)
@@ -88,13 +83,12 @@ class Sender:
 
     @property
     def scatters(self) -> bool:
-        """Whether each receiver gets no more than the parts that it holds."""
         return self._messages is not None
 
     def send(self, snapshot: Snapshot, *, stall_s: float, moved: Callable[[], object] = lambda: None) -> None:
-        """Broadcasts or scatters a snapshot; returns when all its bytes have left. Raises MeshError GROUP_BROKEN.
+        """Sends a snapshot; returns when all its bytes have left. `moved` is called for each part that has.
 
-        `moved` is called for each part that has.
+        Raises MeshError GROUP_BROKEN.
         """
         if snapshot.sender != self._sender:
             raise MeshError(Reason.INTERNAL, f"sender {self._sender} was given the snapshot of {snapshot.sender}")
@@ -108,7 +102,7 @@ class Sender:
     def send_delta(
         self, delta: Bytes, plan: PublishPlan, *, stall_s: float, moved: Callable[[], object] = lambda: None
     ) -> None:
-        """Broadcasts the byte stream of this sender's delta, in parts of the plan's `bucket_bytes`; as `send`."""
+        """As `send`, the byte stream of this sender's delta, in parts of the plan's `bucket_bytes`."""
         flat = torch.from_numpy(delta.copy()).to(self._device)  # a delta is read-only, which tensors cannot be
         with self._beside_training():
             self._broadcast(flat, _parts(len(delta), plan.collective), stall_s, moved)
@@ -134,7 +128,7 @@ class Sender:
     def _scatter(
         self, snapshot: Snapshot, messages: Sequence[Sequence[Message]], stall_s: float, moved: Callable[[], object]
     ) -> None:
-        """Packs the messages of a bucket while those of the one before it leave."""
+        """Packs the messages of a bucket while those of the bucket before leave."""
         spans = [bucket.spans[self._sender] for bucket in snapshot.plan.buckets]
         due = [each for each, (begin, end) in zip(messages, spans, strict=True) if begin < end]
         sizes = [[message.num_bytes for message in each] for each in due]
@@ -168,7 +162,7 @@ Sink = Callable[[Sequence[tuple[str, torch.Tensor]]], None]
 
 @dataclass(kw_only=True)
 class ReceiveTimes:
-    """Where the time of a version went, in seconds: waiting for bytes, in the sink, checking digests; and the bytes."""
+    """Where the time of a version went: waiting for bytes, in the sink, checking digests; and the bytes."""
 
     wire_s: float = 0.0
     load_s: float = 0.0
@@ -177,7 +171,7 @@ class ReceiveTimes:
 
 
 class Receiver:
-    """One rank of an engine in a group. Blocking: use it off the event loop; `abort` may come from another thread."""
+    """One rank of an engine in a group. Blocking; `abort` may come from another thread."""
 
     def __init__(
         self, communicators: Sequence[Communicator], device: torch.device, group: JoinGroup, store: Store, index: int
@@ -193,9 +187,9 @@ class Receiver:
     def join(
         cls, group: JoinGroup, *, index: int, device: torch.device, placement: WeightPlacement | None = None
     ) -> Receiver:
-        """Meets the senders as receiver `index` of its engine. Raises MeshError GROUP_BROKEN.
+        """Meets the senders as receiver `index` of its engine; `placement`: of the parts that this rank needs.
 
-        `placement`: of the parts that this rank holds, where it needs no others.
+        Raises MeshError GROUP_BROKEN.
         """
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -225,7 +219,7 @@ class Receiver:
         return joined
 
     def offer(self, placement: WeightPlacement) -> None:
-        """Offers the senders what this rank holds, for the next group. Raises RuntimeError when the store is gone."""
+        """Offers the senders the parts of this rank, for the next group. Raises RuntimeError when the store is gone."""
         if self._group.num_senders > 1:
             first = self._group.first_receiver
             scatter.write_offer(self._store, first + self._index, Offer(engine=first, moves=placement.moves))
@@ -239,9 +233,9 @@ class Receiver:
     def receive(self, manifest: Manifest, sink: Sink, *, stall_s: float) -> ReceiveTimes:
         """Receives a version; `sink` gets the whole tensors of one bucket after the other, valid during the call only.
 
-        On a GPU everything, the sink's work included, is on the current stream. Raises MeshError: GROUP_BROKEN when
-        nothing moves for `stall_s` or the group was ended, DIGEST_MISMATCH naming the tensor, and the errors of the
-        sink. The group outlives a wrong digest, and nothing else of these.
+        GPU work, the sink's included, is on the current stream. Raises MeshError: GROUP_BROKEN when nothing moves for
+        `stall_s` or the group was ended, DIGEST_MISMATCH naming the tensor, and errors of the sink. The group outlives
+        only a wrong digest.
         """
         plan, times, digests = self._plan_of(manifest), ReceiveTimes(), list[torch.Tensor]()
 
@@ -266,10 +260,7 @@ class Receiver:
 
     @torch.no_grad()
     def receive_delta(self, manifest: Manifest, *, stall_s: float) -> Bytes:
-        """Receives the byte stream of a version's delta, whether or not it can be applied here: the group goes on.
-
-        Raises MeshError as `receive`, DIGEST_MISMATCH naming the sender.
-        """
+        """Receives the byte stream of a version's delta. Raises MeshError as `receive`."""
         plan = self._plan_of(manifest).collective
         buffers = [torch.empty(chunk.length, dtype=torch.uint8, device=self._device) for chunk in manifest.chunks]
         try:
@@ -300,7 +291,7 @@ class Receiver:
     ) -> tuple[ReceiveTimes, PartDigests]:
         """Receives the parts of a version that this rank holds into its parameters; returns their digests, unchecked.
 
-        On the current stream, as `receive`. Raises MeshError GROUP_BROKEN.
+        Streams and errors as of `receive`.
         """
         plan, times, held = self._plan_of(manifest), ReceiveTimes(), self._held
         assert held is not None, "the group is scattered"
@@ -341,7 +332,7 @@ class Receiver:
         stall_s: float,
         times: ReceiveTimes,
     ) -> None:
-        """Receives one bucket after the other, each while the one before it is taken; `sizes`: from each sender."""
+        """Receives each bucket while the one before is taken; `sizes`: from each sender."""
         order = plan.buckets
 
         def start(turn: int) -> tuple[torch.Tensor, list[tuple[Communicator, Operation]]]:
@@ -379,7 +370,7 @@ class Receiver:
     def _assemble(
         self, entries: Sequence[TensorEntry], bucket: Bucket, flat: torch.Tensor
     ) -> list[tuple[str, torch.Tensor]]:
-        """The bucket's whole tensors: views of the buffer where one sender sent all of one, else put together."""
+        """The bucket's whole tensors: views of the buffer where one sender sent all of one, else copies."""
         parts: dict[int, dict[int, torch.Tensor]] = {index: {} for index in range(bucket.first, bucket.last)}
         at = 0
         for piece in (piece for pieces in bucket.pieces for piece in pieces):  # as they lie in `flat`

@@ -1,6 +1,6 @@
 """Communicators for the nccl transport, made directly over a store and never part of torch's default group.
 
-Every wait ends: at a deadline, or when another thread breaks the group. What went wrong is a MeshError GROUP_BROKEN.
+Every wait ends at a deadline, or when another thread breaks the group, with a MeshError GROUP_BROKEN.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _ENVIRONMENT = threading.Lock()  # the environment is the process's own, and so 
 
 
 def open_store(host: str, *, deadline_s: float) -> TCPStore:
-    """The store that a publisher hosts; its port is a free one. Raises MeshError GROUP_BROKEN.
+    """A store at a free port. Raises MeshError GROUP_BROKEN.
 
     It listens at `host` and nowhere else: any process that reaches a store may read and write it.
     """
@@ -79,7 +79,7 @@ def _listen(host: str) -> socket.socket:
 
 
 def _persist(connect: Callable[[timedelta], TCPStore], failed: str, deadline_s: float) -> TCPStore:
-    """Tries again and again: a connection attempt of torch's can get lost, and then takes all its time."""
+    """Tries again: a connection attempt of torch's can get lost, and then takes all its time."""
     end_s = time.monotonic() + deadline_s
     while True:
         attempt_s = min(ATTEMPT_S, max(0.1, end_s - time.monotonic()))
@@ -96,10 +96,7 @@ def _persist(connect: Callable[[timedelta], TCPStore], failed: str, deadline_s: 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Operation:
-    """A broadcast or a scatter under way.
-
-    On a GPU `event` comes once it is over; NCCL's own call also returns for a failed one.
-    """
+    """A broadcast or a scatter. On a GPU `event` comes once it is over; NCCL's call returns for a failed one, too."""
 
     work: Work
     event: torch.cuda.Event | None = None
@@ -110,7 +107,7 @@ class Operation:
         return bool(self.event.query())  # type: ignore[no-untyped-call]  # torch has none
 
     def given_up(self) -> bool:
-        """Whether the backend waits no more for what has not arrived, or it arrived just now."""
+        """Whether the backend has ended it, arrived or not."""
         return self.event is not None and bool(self.work.is_completed())
 
     def order(self, device: torch.device) -> None:
@@ -167,23 +164,20 @@ class Communicator:
                 raise MeshError(Reason.GROUP_BROKEN, text) from error
 
     def broadcast(self, flat: torch.Tensor) -> Operation:
-        """Starts to send (rank 0) or to fill (the others) a contiguous buffer; ordered after the current stream."""
+        """Starts to send (rank 0) or fill (others) a contiguous buffer; ordered after the current stream."""
         options = BroadcastOptions()
         options.rootRank = 0
         return self._start(lambda: self._group.broadcast([flat], options))
 
     def scatter(self, flat: torch.Tensor, sizes: Sequence[int]) -> Operation:
-        """Starts to send each receiver its own piece of a contiguous buffer (rank 0); ordered as a broadcast is.
-
-        `flat` (sum of `sizes`,) uint8 has the pieces in the order of the receivers.
-        """
+        """As `broadcast` (rank 0), but of `flat` (sum of `sizes`,) uint8 each receiver gets its own piece."""
         nothing = [0] * self._size
         return self._start(
             lambda: self._group.alltoall_base(flat.new_empty(0), flat, nothing, [0, *sizes], AllToAllOptions())
         )
 
     def receive_piece(self, piece: torch.Tensor) -> Operation:
-        """Starts to fill a contiguous uint8 buffer with this receiver's piece of what rank 0 scatters."""
+        """As `broadcast`, for this receiver's piece (uint8) of a scatter."""
         from_rank_0, nothing = [piece.numel(), *[0] * (self._size - 1)], [0] * self._size
         return self._start(
             lambda: self._group.alltoall_base(piece, piece.new_empty(0), from_rank_0, nothing, AllToAllOptions())
@@ -204,10 +198,7 @@ class Communicator:
             raise MeshError(Reason.GROUP_BROKEN, f"{self._name}: {error}") from error
 
     def finish(self, under_way: Operation, stall_s: float) -> None:
-        """Waits until an operation is over on this side. Raises MeshError GROUP_BROKEN.
-
-        A time in which this process itself stood still is not counted: what has arrived meanwhile is taken first.
-        """
+        """Waits until an operation is over on this side. Time in which this process stood still does not count."""
         clock = AwakeClock()
         end_s, text = clock() + stall_s, f"nothing moved for {stall_s:g} s"
         try:
@@ -229,7 +220,7 @@ class Communicator:
             raise MeshError(Reason.GROUP_BROKEN, f"{self._name}: {error}") from error
 
     def abort(self) -> None:
-        """Ends the group, an operation under way included; safe from any thread, more than once."""
+        """Ends the group, an operation under way included; from any thread, more than once."""
         if self._broken.is_set():
             return
         self._broken.set()
@@ -241,8 +232,8 @@ class Communicator:
 class _Keeper:
     """Keeps gloo groups for a while after their communicators are gone, and the interpreter while torch is at work.
 
-    gloo cannot end an operation under way, and a group whose last reference goes waits for its own, with the
-    interpreter's lock held: the whole program would stand still for minutes.
+    gloo cannot end an operation under way. A group whose last reference goes waits for its own with the interpreter's
+    lock held, for minutes.
     """
 
     def __init__(self) -> None:
@@ -255,7 +246,7 @@ class _Keeper:
 
     @contextlib.contextmanager
     def in_torch(self) -> Iterator[None]:
-        """While torch connects or waits. A thread that comes out of it as the interpreter ends would abort the process.
+        """While torch connects or waits: a thread that returns from it as the interpreter ends would abort the process.
 
         Raises MeshError GROUP_BROKEN once the program ends.
         """
@@ -275,7 +266,7 @@ class _Keeper:
             time.sleep(0.02)
 
     def outlive(self, owner: object, group: object) -> weakref.finalize[..., object]:
-        """Holds `group` from now on, until KEEP_S after `owner` is collected; never by the end of the program."""
+        """Holds `group` until KEEP_S after `owner` is collected."""
         with self._starting:
             if self._thread is None:
                 self._thread = threading.Thread(target=_let_go, args=(self._kept,), name="group-keeper", daemon=True)
@@ -286,7 +277,7 @@ class _Keeper:
 
 
 def _keep(kept: deque[tuple[float, object]], group: object) -> None:
-    """Called by the garbage collector in whichever thread: it takes no lock."""
+    """Called by the garbage collector in any thread: it takes no lock."""
     kept.append((time.monotonic() + KEEP_S, group))
 
 
@@ -320,7 +311,7 @@ def _process_group(store: Store, rank: int, size: int, backend: str, device: tor
 
 @contextlib.contextmanager
 def _environment(settings: Mapping[str, str]) -> Iterator[None]:
-    """Sets variables of this process for a moment: groups made elsewhere, such as the trainer's own, keep theirs."""
+    """Sets variables of this process for a moment: groups made elsewhere keep theirs."""
     with _ENVIRONMENT:
         before = {name: os.environ.get(name) for name in settings}
         os.environ.update(settings)

@@ -1,8 +1,8 @@
 """The additive digest of weights (`sum128`): digests of shards add up to that of their tensor, on a CPU or a GPU.
 
-Used for broadcast versions and for deltas, by publishers and by receivers. A hash such as BLAKE3 needs the bytes in
-order and on the host. This digest is a sum over 16-bit words, each mixed with its place in the tensor, so every rank
-digests its own rows where they are. It finds damage and mix-ups, not forgery.
+A hash such as BLAKE3 needs the bytes in order and on the host. This digest of broadcast versions and deltas is a sum
+over 16-bit words, each mixed with its place in the tensor, so every rank digests its own rows where they are. It finds
+damage and mix-ups, not forgery.
 
 Definition, in arithmetic modulo 2^64, for word w_i (little-endian) at place i of the whole tensor's bytes:
     z_i = mix64(w_i + (i + 1) * GOLDEN)        mix64 is the finaliser of SplitMix64 (Steele et al., 2014)
@@ -26,7 +26,7 @@ KERNEL_WORDS = 4096
 
 
 def sum128(tensor: torch.Tensor, first_word: int = 0) -> torch.Tensor:
-    """The digest of a contiguous tensor whose first word has place `first_word`: (2,) int64 lanes on its device."""
+    """(2,) int64 lanes, on its device, of a contiguous tensor whose first word has place `first_word`."""
     if tensor.numel() == 0:  # which may have no strides that a view wants
         return torch.zeros(2, dtype=torch.int64, device=tensor.device)
     words = _words(tensor)
@@ -36,7 +36,7 @@ def sum128(tensor: torch.Tensor, first_word: int = 0) -> torch.Tensor:
 
 
 def sum128_at(tensor: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-    """As `sum128`, of a contiguous tensor whose elements, of 2 bytes or more, are those `at` (N,) of a larger one."""
+    """As `sum128`, of a contiguous tensor whose elements, of 2 bytes or more, have places `at` (N,) in a larger one."""
     words, halves = _words(tensor), tensor.itemsize // 2
     if halves > 1:
         at = (at[:, None] * halves + torch.arange(halves, device=at.device)).reshape(-1)
@@ -48,8 +48,7 @@ def sum128_at(tensor: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
 
 
 def sum128_rows(rows: torch.Tensor, first_words: NDArray[np.uint64]) -> torch.Tensor:
-    """As `sum128`, of contiguous rows (N, W) on a CPU, each a run of a larger tensor that begins at its `first_words`
-    (N,)."""
+    """As `sum128`, of contiguous rows (N, W) on a CPU, each a run of a larger tensor from its `first_words` (N,) on."""
     words = rows.view(torch.int16).numpy().view(np.uint16)
     num_rows, width = words.shape
     at_once = max(1, BLOCK_WORDS // max(1, width))
@@ -102,10 +101,9 @@ def _on_cpu(words: NDArray[np.uint16], first_word: int) -> NDArray[np.uint64]:
 
 
 def sums_of(z: NDArray[np.uint64], spare: NDArray[np.uint64], begins: Sequence[int] = (0,)) -> NDArray[np.uint64]:
-    """The lanes (..., S, 2) of S stretches of words (..., W) to which their places were added: w_i + (i + 1) * GOLDEN.
+    """The lanes (..., S, 2) of the stretches from `begins` (S,) on in `z` (..., W), which is w_i + (i + 1) * GOLDEN.
 
-    A stretch goes from one of `begins`, which rise from 0, to the next. `z` and `spare` are written over; with
-    BLOCK_WORDS of them they stay in a core's cache.
+    `z` and `spare` are written over; with BLOCK_WORDS of them they stay in a core's cache.
     """
     stretches = [slice(begin, end) for begin, end in pairwise([*begins, z.shape[-1]])]
 

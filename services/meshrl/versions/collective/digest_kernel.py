@@ -1,4 +1,4 @@
-"""The additive digest on a GPU: one pass over the words at the speed of the memory; called by `digest`."""
+"""The additive digest on a GPU: one pass over the words at the speed of the memory."""
 
 # mypy: ignore-errors
 # (Triton compiles these functions itself; they have no Python types.)

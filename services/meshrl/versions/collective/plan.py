@@ -1,8 +1,7 @@
 """Which sender rank sends which bytes of a version, and in what order: computed alike by senders and receivers. No I/O.
 
-A version's tensors are sent in buckets, runs of whole tensors in manifest order. In a bucket each sender in turn
-broadcasts one flat piece: its rows of each tensor, tensor after tensor. A sender keeps all its pieces in one buffer in
-that order, so what it broadcasts at once is a slice of it.
+Tensors are sent in buckets, runs of whole tensors in manifest order. In a bucket each sender in turn broadcasts one
+flat piece: its rows of each tensor. A sender keeps all its pieces in one buffer in that order.
 """
 
 from __future__ import annotations
@@ -28,13 +27,12 @@ class Piece:
 
     @property
     def place(self) -> slice:
-        """In the sender's buffer."""
         return slice(self.at, self.at + self.end - self.start)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """Tensors [first, last); by sender its pieces of them, and the bytes [begin, end) of its buffer that they are."""
+    """Tensors [first, last); by sender its pieces of them, and the bytes [begin, end) of its buffer."""
 
     first: int
     last: int
@@ -44,9 +42,9 @@ class Bucket:
 
 @dataclass(frozen=True, kw_only=True)
 class PublishPlan:
-    """The tensors of every version in stream order, and which sender rank holds which bytes; the same on every rank.
+    """The tensors of every version in stream order, without digests, and which sender rank holds which bytes.
 
-    `tensors` need no digests. The ranks of a trainer's first replica are the senders.
+    The ranks of a trainer's first replica are the senders.
     """
 
     tensors: tuple[TensorEntry, ...]
@@ -91,7 +89,7 @@ class PublishPlan:
         return self.buckets[-1].spans[sender][1] if self.buckets else 0
 
     def _byte_range(self, index: int, sender: int) -> tuple[int, int]:
-        """Bytes [start, end) of a tensor that a sender sends; a whole one is sent by the first sender alone."""
+        """Bytes [start, end) of a tensor that a sender sends; the first sender sends whole ones."""
         entry, plan = self.tensors[index], self.collective
         if index in plan.whole_tensors or not entry.shape or plan.num_senders == 1:
             return (0, entry.num_bytes) if sender == 0 else (0, 0)
@@ -102,6 +100,6 @@ class PublishPlan:
 
 
 def rows_of(num_rows: int, part: int, num_parts: int) -> tuple[int, int]:
-    """Rows [start, end) of a part of a tensor: those of torch.chunk, where late parts may have none."""
+    """Rows [start, end) of a part of a tensor, as of torch.chunk."""
     step = -(-num_rows // num_parts)
     return min(part * step, num_rows), min((part + 1) * step, num_rows)

@@ -1,9 +1,9 @@
 """Which parts of a version go from each sender rank to each rank of an engine, where none gets more than it holds.
 
-Ranks that know where a version's tensors lie in their parameters (`versions.placement`) offer that in the store at
-which a group meets. Sender 0 compares: where all ranks have offered, and the busiest rank sends or receives less than
-by a broadcast of everything, it sets a key before any rank has met it. From the offers both ends compute the same
-messages: of each bucket one from each sender to each receiver, with the receiver's parts of the sender's rows.
+Ranks that know where a version's tensors lie in their parameters (`versions.placement`) offer that in the store of a
+group. Where all have, and the busiest rank sends or receives less than by a broadcast, sender 0 sets a key before any
+rank has met it. From the offers both ends compute the same messages: of each bucket one from each sender to each
+receiver, with the receiver's parts of the sender's rows.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ Moves = Mapping[str, Sequence[Move]]
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
-    """The parts that one rank holds; `engine` is the number of its engine's first rank among the receivers."""
+    """The parts that one rank holds; `engine` is its engine's first receiver."""
 
     engine: int
     moves: Moves
 
 
 def write_offer(store: Store, receiver: int, offer: Offer) -> None:
-    """Offers a rank's parts to the senders of a group, whose store this is. Raises RuntimeError when it is gone."""
+    """Raises RuntimeError when the store is gone."""
     moves = [
         [move.tensor, move.from_offset, move.shape, move.from_stride]
         for moves in offer.moves.values()
@@ -52,16 +52,16 @@ def have_offered(store: Store, num_receivers: int) -> bool:
 
 
 def read_offers(store: Store, plan: PublishPlan, num_receivers: int) -> list[Offer]:
-    """The offers of all receivers, which have made them.
+    """The offers of all receivers, once they have made them.
 
-    Raises RuntimeError when the store is gone, and ValueError, KeyError or TypeError for an offer of something else.
+    Raises RuntimeError when the store is gone, and ValueError, KeyError or TypeError for a malformed offer.
     """
     values = {entry.name: math.prod(entry.shape) for entry in plan.tensors}
     return [_parsed(store.get(_name(receiver)), values) for receiver in range(num_receivers)]
 
 
 def scatter_offers(store: Store, plan: PublishPlan, num_receivers: int) -> list[Offer] | None:
-    """The offers of a group's receivers where a scatter pays; None where versions are to be broadcast."""
+    """The offers where a scatter pays; None where versions are to be broadcast."""
     if plan.collective.num_senders == 1 or not have_offered(store, num_receivers):
         return None
     try:
@@ -73,12 +73,12 @@ def scatter_offers(store: Store, plan: PublishPlan, num_receivers: int) -> list[
 
 
 def announce(store: Store) -> None:
-    """Makes a scattered group of one that meets; sender 0 alone does it."""
+    """Makes a group that meets a scattered one; for sender 0."""
     store.set(_SCATTERED, "1")
 
 
 def is_scattered(store: Store) -> bool:
-    """Whether a group is; known to a rank that has met sender 0, or all receivers of another sender."""
+    """Known to a rank that has met sender 0, or all receivers of another sender."""
     return bool(store.check([_SCATTERED]))
 
 
@@ -106,7 +106,7 @@ def _parsed(text: bytes, values: Mapping[str, int]) -> Offer:
 
 
 def _is_whole(plan: PublishPlan, offers: Sequence[Offer]) -> bool:
-    """Whether each engine's ranks hold every tensor, a part that several hold counted once: else no digest shows it."""
+    """Whether each engine's ranks hold all of every tensor: else no digest shows it."""
     for engine in {offer.engine for offer in offers}:
         ranks = [offer.moves for offer in offers if offer.engine == engine]
         for entry in plan.tensors:
@@ -117,7 +117,7 @@ def _is_whole(plan: PublishPlan, offers: Sequence[Offer]) -> bool:
 
 
 def _pays(plan: PublishPlan, offers: Sequence[Offer]) -> bool:
-    """Whether the busiest rank has fewer bytes than a receiver of a broadcast, which gets all."""
+    """Whether the busiest rank has fewer bytes than a receiver of a broadcast."""
     sent, received = [0] * plan.collective.num_senders, [0] * len(offers)
     for bucket in plan.buckets:
         for sender in range(len(sent)):
@@ -141,7 +141,7 @@ class MessagePart:
     at: int
 
     def within(self, message: torch.Tensor) -> torch.Tensor:
-        """The part in the bytes of a message."""
+        """The part in a message."""
         num_bytes = self.move.values * self.dtype.itemsize
         return message[self.at : self.at + num_bytes].view(self.dtype).view(self.move.shape)
 
@@ -195,7 +195,7 @@ def unpack(messages: Collection[Message], flat: torch.Tensor, parameters: Mappin
 
 
 def clipped(move: Move, start: int, end: int) -> Iterator[Move]:
-    """What of a move lies in elements [start, end) of its tensor, in as few moves as it takes, in their order there.
+    """The part of a move in elements [start, end) of its tensor, in few moves, in their order there.
 
     Their dimensions go from the widest stride in the tensor to the narrowest.
     """

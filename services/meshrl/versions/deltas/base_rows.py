@@ -1,7 +1,6 @@
 """A rank's rows of the version published last, the base of the next delta, and what changed in them since.
 
-Used by the shares of all transports. Between two versions the base stays on the GPU where it is small beside the GPU's
-memory, else in host memory.
+The base stays on the GPU where it is small beside the GPU's memory, else in host memory.
 """
 
 from __future__ import annotations
@@ -20,15 +19,13 @@ from meshrl.versions.deltas.on_device import encode_on_device
 from meshrl.versions.progress import Progress
 from meshrl.versions.snapshot import Snapshot
 
-KEPT_ON_GPU_BELOW = 1 / 16
-"""Rows of the version published last stay on the GPU where they take less of its memory: training states take eight
-times as much, or more."""
+KEPT_ON_GPU_BELOW = 1 / 16  # of its memory: training states take eight times as much as the rows, or more
 
 
 class BaseRows:
     """Blocking, for one publishing thread; GPU work is on the current stream.
 
-    `pieces` and `lanes` (T, 2) are of the version encoded last: its delta, and the digests of this rank's rows.
+    `pieces` and `lanes` (T, 2) are the delta and the digests of this rank's rows of the version encoded last.
     """
 
     def __init__(self, threads: ThreadPoolExecutor, progress: Progress) -> None:
@@ -41,7 +38,7 @@ class BaseRows:
         self._version, self._base_lanes = -1, self.lanes
 
     def free_buffer(self, last: Snapshot | None) -> torch.Tensor | None:
-        """A buffer for the next snapshot, where one is free; `last` is the snapshot before it, which nobody reads."""
+        """A buffer for the next snapshot, if one is free; `last` is the one before it, which is not read any more."""
         spare, self._spare = self._spare, None
         if spare is None and last is not None and last.flat is not self._base:
             spare = last.flat
@@ -50,8 +47,8 @@ class BaseRows:
     def encode(self, snapshot: Snapshot, base: int | None, *, sparse: bool) -> tuple[int, int]:
         """Makes the delta of a version from version `base`, where that is kept here, and the digests.
 
-        Returns the bytes of the delta, those of the full version without a base, and the bytes that changed. `sparse`
-        as of `codec.pack`.
+        Returns the bytes of the delta, or of the full version without a base, and the bytes that changed. `sparse` as
+        of `codec.pack`.
         """
         rows = self._rows = self._rows or Rows(snapshot.tensors, snapshot.spans)
         self.pieces = []
@@ -92,7 +89,7 @@ class BaseRows:
         self._base, self._spare = former, flat
 
     def _digests(self, snapshot: Snapshot) -> Lanes:
-        """(T, 2) digests of this rank's rows of each tensor, made where they are."""
+        """(T, 2), made where the rows are."""
         pieces = list(snapshot.plan.pieces(snapshot.sender))
 
         def digest(piece: Piece) -> torch.Tensor:

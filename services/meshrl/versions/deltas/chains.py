@@ -1,11 +1,9 @@
 """The chain of versions below a delta, in the hub's spool, and the deltas merged from it.
 
-A delta's chain is its base, the base of that, and so on down to a full version, the anchor. The folder of a delta has
-its base in `base`, as hard links to the base's own files, and that one's base in `base/base`. So an engine that may
-fetch a version can fetch its whole chain, even where parts of it are retired versions, and a file is gone once no
-version needs it. An anchor that came by files has its bytes in those files, which stay as long as a delta leads on from
-it. `joined/ROOT` holds the deltas merged into one, for engines that missed versions and still have the
-weights of ROOT.
+A delta's chain goes down to a full version, the anchor. The folder of a delta has its base in `base`, as hard links to
+the base's own files, and that one's base in `base/base`. So an engine that may fetch a version can fetch its whole
+chain, even where parts of it are retired, and a file is gone once no version needs it. An anchor that came by files has
+its bytes in those. `joined/ROOT` holds the deltas merged into one, for engines that still have the weights of ROOT.
 
 Blocking: call it off the event loop.
 """
@@ -33,7 +31,7 @@ _BASE, _JOINED = "base", "joined"
 
 
 def link_base(base: Path, folder: Path) -> None:
-    """Links a sealed version and its chain into `folder`, where a delta from it will be. Raises OSError."""
+    """Links a sealed version and its chain into `folder`, for a delta from it. Raises OSError."""
     target = folder / _BASE
     if target.exists():
         return
@@ -54,7 +52,7 @@ def link_base(base: Path, folder: Path) -> None:
 
 
 def files_below(folder: Path) -> dict[str, list[Path]]:
-    """The publisher's files of the anchor below the delta in `folder`, by its artifact; nothing where it has none."""
+    """The publisher's files of the anchor below the delta in `folder`, if any, by its artifact."""
     anchor = folder
     while (anchor / _BASE).exists():
         anchor = anchor / _BASE
@@ -80,10 +78,10 @@ def chain_of(manifest: Manifest, folder: Path) -> list[VersionBytes]:
 
 
 def steps_to(chain: Sequence[VersionBytes], held_root: bytes, *, whole: bool) -> list[VersionBytes]:
-    """What an engine has to apply to reach the last version of a chain, in as few bytes as possible.
+    """The steps of fewest bytes by which an engine reaches the last version of a chain.
 
-    It starts from its weights with the root `held_root` where the chain has them, else from the anchor. `whole`: all
-    bytes of the last delta are here, so that it can be merged with those before.
+    It starts from weights with the root `held_root` where the chain has them, else from the anchor. `whole`: all bytes
+    of the last delta are here, so that it can be merged with those before.
     """
     roots = [part.manifest.result_root for part in chain]
     if held_root and held_root in roots:
@@ -126,7 +124,7 @@ def _merged(base: Manifest, deltas: Sequence[VersionBytes]) -> VersionBytes:
 
 
 def stored(manifest: Manifest, folder: Path) -> VersionBytes:
-    """A part of a chain, all of whose bytes are in a folder of the spool."""
+    """A part of a chain, whose bytes are all in a folder."""
     part = VersionBytes(manifest, file=folder / PAYLOAD)
     part.missing.clear()
     return part

@@ -1,12 +1,9 @@
 """The byte stream of a delta, codec "gap-ulp.zstd": which elements of the base change, and by how many steps.
 
-Publishers encode a delta from two states of the weights, the hub merges several deltas into one, agents apply them.
 docs/contract.md defines the bytes. A piece covers a run of elements of one width in the version's byte stream. For each
 element that changes it has a gap (elements skipped since the last change) and a step (see `words`), as a rule one byte
-each, in two zstd frames. Where few elements change, the low byte of each gap goes beside the frames as it is: it is as
-good as random, and what is left of the gap is small enough for one byte again.
-
-Blocking, and free of torch, which the hub does not need.
+each, in two zstd frames. Where few elements change, the low byte of each gap, which is as good as random, goes beside
+the frames. Blocking, and free of torch, which the hub does not need.
 """
 
 from __future__ import annotations
@@ -28,14 +25,11 @@ from meshrl.versions.deltas.words import UNSIGNED, Words, ordered, unzigzag, zig
 from meshrl.wire.tensors import DTYPES
 from meshrl.wire.types import TensorEntry
 
-BLOCK_VALUES = 2**22
-"""Elements of a piece, at most: as many as one thread takes at once."""
-BATCH_CHANGES = 2**20
-"""Changes of several pieces that are decoded at once. Threads hand the interpreter's lock on at each call of NumPy."""
+BLOCK_VALUES = 2**22  # elements of a piece, at most: as many as one thread takes at once
+BATCH_CHANGES = 2**20  # decoded at once: threads hand the interpreter's lock on at each call of NumPy
 ESCAPE = 255
 LOW_BITS = 8
-SPARSE = 400
-"""Elements for each that changes, from which on gaps lose their low bytes: there both ways take the same room."""
+SPARSE = 400  # elements for each that changes, from which on gaps lose their low bytes: there both take the same room
 MAX_PIECE_VALUES = 2**31
 MOST_THREADS = 8
 _LEVEL = 1
@@ -68,7 +62,7 @@ class Changes:
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """Changes of a run as bytes; `raw` are the sizes of what the frames hold. `lows` (changed,) may be empty."""
+    """Changes of a run as bytes; `raw` are the frames' sizes uncompressed. `lows` (changed,) may be empty."""
 
     run: Stretch
     changed: int
@@ -109,8 +103,8 @@ def runs_of(tensors: Sequence[TensorEntry], spans: Iterable[tuple[int, int]] | N
 class Rows:
     """Spans of a version's byte stream that lie one after the other in a buffer, such as the rows of a rank.
 
-    `runs` cut the spans into runs, `at` is the byte of the buffer where each run begins. Elements are aligned in the
-    buffer as they are in the stream, which has the widest first.
+    `runs` cut the spans, `at` is the byte of the buffer where each run begins. Elements are aligned in the buffer as
+    they are in the stream, which has the widest first.
     """
 
     def __init__(self, tensors: Sequence[TensorEntry], spans: Sequence[tuple[int, int]] | None = None) -> None:
@@ -129,10 +123,7 @@ class Rows:
 
 
 def words_of(image: NDArray[np.uint8], run: Stretch, at: int | None = None) -> Words:
-    """The elements of a run, which begins at byte `at` of `image` (None: where it does in the stream), as integers.
-
-    A view where they are aligned, as they are in a version's byte stream.
-    """
+    """A view of the elements of a run, which begins at byte `at` of `image` (None: as in the stream), as integers."""
     at = run.start if at is None else at
     return image[at : at + run.values * run.width].view(UNSIGNED[run.width])
 
@@ -165,7 +156,7 @@ def is_sparse(run: Stretch, changed: int) -> bool:
 
 
 def compress(run: Stretch, changed: int, streams: tuple[NDArray[np.uint8], ...]) -> Packed:
-    """Compresses the streams of a run: gaps, steps, the steps that no byte holds; and leaves low bytes as they are."""
+    """Compresses the streams of a run: gaps, steps, and steps that no byte holds, but not the low bytes."""
     compressor = zstandard.ZstdCompressor(level=_LEVEL, write_content_size=True)
     gaps, steps, escapes = (
         compressor.compress(np.ascontiguousarray(stream).data) if stream.size else b"" for stream in streams[:3]
@@ -175,10 +166,7 @@ def compress(run: Stretch, changed: int, streams: tuple[NDArray[np.uint8], ...])
 
 
 def batches(pieces: Iterable[Packed], most: int | None = None) -> list[list[Packed]]:
-    """Groups pieces that follow each other to be decoded at once: of one width, with `most` changes or one piece.
-
-    `most` is BATCH_CHANGES where it is not given.
-    """
+    """Groups pieces that follow each other to be decoded at once: of one width, with `most` changes or one piece."""
     most = BATCH_CHANGES if most is None else most
     found: list[list[Packed]] = []
     changed = 0
@@ -192,7 +180,7 @@ def batches(pieces: Iterable[Packed], most: int | None = None) -> list[list[Pack
 
 
 def unpack(*pieces: Packed) -> Changes:
-    """Decodes pieces of one width in the order of the stream, as changes of the run from the first to the last of them.
+    """Decodes pieces of one width in stream order, as changes of the run from the first to the last of them.
 
     Raises DeltaError for bytes that `pack` does not make.
     """
@@ -227,7 +215,7 @@ def unpack(*pieces: Packed) -> Changes:
 
 
 def streams_of(pieces: Sequence[Packed]) -> tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.uint8]]:
-    """The gaps, steps and escapes of pieces, one piece after the other. Raises DeltaError."""
+    """The gaps, steps and escapes of pieces. Raises DeltaError."""
     decompressor = zstandard.ZstdDecompressor()  # for one thread
     gaps, steps, escapes = (
         np.concatenate([_decompressed(decompressor, piece.frames[stream], piece.raw[stream]) for piece in pieces])
@@ -259,7 +247,7 @@ def streams_at_once(pieces: Sequence[Packed], threads: int) -> list[NDArray[np.u
 
 
 def check_counts(pieces: Sequence[Packed], gap_bytes: NDArray[np.uint8], step_bytes: NDArray[np.uint8]) -> None:
-    """Raises DeltaError where pieces have more or fewer changes than they name."""
+    """Raises DeltaError where pieces have other numbers of changes than they name."""
     gaps = changed = 0  # of the pieces before
     for piece in pieces:
         ends = int(np.count_nonzero(gap_bytes[gaps : gaps + piece.raw[0]] < ESCAPE))
@@ -281,7 +269,7 @@ def _decompressed(decompressor: zstandard.ZstdDecompressor, frame: Frame, size: 
 
 
 def write_stream(pieces: Sequence[Packed]) -> NDArray[np.uint8]:
-    """Puts a delta's byte stream together: a header, a table of the pieces, then their frames."""
+    """A delta's byte stream: a header, a table of the pieces, then their frames."""
     form = _FORMATS[any(len(piece.lows) for piece in pieces)]
     stream: list[Frame] = [_HEAD.pack(_MAGIC, form, 0, len(pieces))]
     for piece in pieces:
@@ -310,10 +298,7 @@ def table_end(stream: NDArray[np.uint8], wait_for: Callable[[int], object]) -> i
 
 
 def read_stream(stream: NDArray[np.uint8]) -> list[Packed]:
-    """Takes a delta's byte stream apart into pieces, which are views of it.
-
-    Raises DeltaError for bytes that are no delta.
-    """
+    """The pieces of a delta, which are views of its byte stream. Raises DeltaError."""
     view = memoryview(stream)  # type: ignore[arg-type]  # numpy arrays are buffers; its stubs say so from 3.12 on
     if len(view) < _HEAD.size:
         raise DeltaError("a delta has at least a header")
@@ -358,7 +343,7 @@ def encode(
     *,
     sparse: bool = True,
 ) -> list[tuple[Changes, Packed]]:
-    """Changes of the runs of `rows` in which there are any, with their bytes, from two states of them.
+    """The changes between two states of `rows`, with their bytes, of the runs that have any.
 
     `moved` is called after each run, on its thread; `sparse` as of `pack`.
     """
@@ -373,11 +358,9 @@ def encode(
 
 
 def merge(deltas: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
-    """One delta that does what `deltas` do one after the other, without low bytes of gaps where they have none.
+    """One delta that does what `deltas` do one after the other. Raises DeltaError.
 
-    Raises DeltaError.
-
-    Works block by block of the weights: time grows with the number of changes, memory is one block for each thread.
+    It has low bytes of gaps only if they have some. Time grows with the changes; memory is one block for each thread.
     """
     by_block: dict[tuple[int, int], list[Packed]] = {}
     pieces = [piece for stream in deltas for piece in read_stream(stream)]

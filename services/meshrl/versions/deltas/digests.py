@@ -1,8 +1,7 @@
 """Updates the additive digests of tensors after a delta, from the words that changed alone.
 
-`collective.digest.sum128` adds a term for each 16-bit word of a tensor, so the digest after a change is the digest
-before plus the terms of the new words minus those of the old ones, modulo 2^64. Publishers compute the digests of a
-version this way, and agents check a version's root without reading the rest of the model.
+`collective.digest.sum128` adds a term for each 16-bit word, so the digest after a change is the digest before plus the
+terms of the new words minus those of the old ones, modulo 2^64.
 """
 
 from __future__ import annotations
@@ -21,19 +20,18 @@ from meshrl.versions.deltas.codec import Changes, Rows, Stretch, words_of
 from meshrl.versions.deltas.words import Words, equal_runs
 from meshrl.wire.types import TensorEntry
 
-TILE_WORDS = 2**17
-"""16-bit words whose terms are computed at once: more than fit into a core's cache, for the sake of few calls."""
+TILE_WORDS = 2**17  # 16-bit words at once: more than fit into a core's cache, for the sake of few calls
 Lanes = NDArray[np.uint64]
 """(T, 2) digests of tensors, or differences of them, modulo 2^64."""
 Differences = Mapping[int, Lanes]
-"""By how much the digest (2,) of each of some tensors changes, by the tensor's index."""
+"""By how much the digests (2,) of some tensors change, by index."""
 Image = NDArray[np.uint8]
 """Bytes of a version's byte stream."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Edit:
-    """C elements of a run that change: their `places` (C,) in it, rising, and their bits before and after."""
+    """C elements of a run that change: `places` (C,) in it, rising, and bits before and after."""
 
     run: Stretch
     places: NDArray[np.int64]
@@ -47,7 +45,7 @@ class Edit:
 
 
 def edits_of(found: Sequence[Changes], rows: Rows, old: Image, new: Image) -> list[Edit]:
-    """The edits that `found` names, with the bits from `old` and `new`, two states of `rows`."""
+    """The edits of changes, with the bits from two states of `rows`."""
     place = dict(zip((run.start for run in rows.runs), rows.at, strict=True))
     edits = []
     for each in found:
@@ -70,7 +68,7 @@ def lanes_after(
 ) -> Lanes:
     """The digests of tensors once `edits` are made to weights whose digests are `lanes`. Blocking.
 
-    `take` gives the weights' bytes as they are before, by their offsets in the version's byte stream.
+    `take` gives bytes of the weights before, by offset in the version's byte stream.
     """
     digester = Digester(tensors)
     wide = threads.map(digester.differences, [edit for edit in edits if edit.run.width > 1])
@@ -78,13 +76,13 @@ def lanes_after(
 
 
 class Digester:
-    """Computes how edits change the digests of some tensors. May be used by several threads."""
+    """Computes how edits change the digests of tensors. Safe for threads."""
 
     def __init__(self, tensors: Sequence[TensorEntry]) -> None:
         self._tensors, self._offsets = tensors, [entry.offset for entry in tensors]
 
     def differences(self, edit: Edit) -> Differences:
-        """How an edit of elements of 16 bits and more changes the digests, by the index of the tensor."""
+        """By an edit of elements of 16 bits and more."""
         if not len(edit.places):
             return {}
         run, places, halves = edit.run, edit.places, edit.run.width // 2
@@ -107,7 +105,7 @@ class Digester:
         take: Callable[[NDArray[np.int64]], Image],
         edits: Sequence[Edit],
     ) -> Lanes:
-        """The digests after `edits`; `wide` are the differences by those of them that are of 16 bits and more."""
+        """The digests after `edits`; `wide` are the differences by those of 16 bits and more."""
         after = lanes.copy()
         for found in (*wide, self._of_bytes(take, edits)):
             for owner, difference in found.items():
@@ -115,7 +113,7 @@ class Digester:
         return after
 
     def _of_bytes(self, take: Callable[[NDArray[np.int64]], Image], edits: Sequence[Edit]) -> Differences:
-        """The differences by the edits of single bytes, which count with the other byte of each 16-bit word."""
+        """By edits of single bytes, which count with the other byte of each 16-bit word."""
         bytewise = [edit for edit in edits if edit.run.width == 1]
         if not bytewise:
             return {}
@@ -143,7 +141,7 @@ class Digester:
         return found
 
     def _owners(self, at: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The tensor of each byte; of several at one offset it is the last, since the others are empty."""
+        """The tensor of each byte; the last of several at one offset, since the others are empty."""
         return np.searchsorted(np.array(self._offsets), at, side="right") - 1
 
 
@@ -160,10 +158,10 @@ def _halves(places: NDArray[np.int64], halves: int) -> NDArray[np.int64]:
 
 
 def _differences(number: NDArray[np.int64], words: NDArray[np.uint16], begins: Sequence[int]) -> Lanes:
-    """(S, 2) lanes of S tensors after a change less those before, of which W words are given.
+    """(S, 2) lanes of S tensors after a change of W words, less those before.
 
-    `number` (W,) is each word's in its tensor, from 1 on; `words` (2, W) are before and after. The words of each tensor
-    are those from its place in `begins`, which rise from 0, to the next.
+    `number` (W,) is each word's in its tensor, from 1 on; `words` (2, W) are before and after; `begins` (S,) is the
+    first word of each tensor.
     """
     lanes = np.zeros((len(begins), 2), dtype=np.uint64)
     room = np.empty((2, 2, min(TILE_WORDS, len(number))), dtype=np.uint64)

@@ -1,12 +1,9 @@
-"""A full copy of the weights in host memory, which deltas take from version to version, forward and back.
+"""A full copy of the weights in host memory, from which an agent stages versions that come as deltas.
 
-An agent keeps one for an engine whose versions come as deltas, and stages versions from it. A delta is written into the
-image only after its result was found to have the root of the manifest, which follows from the changed words alone.
-Between two deltas each tensor is guarded by a BLAKE3 hash, so that a bit that flips in memory makes the image unusable
-and never reaches the engine. The hashes are computed on a thread of their own while the version is staged, and checked
-while the next delta is decoded.
-
-Blocking, for any thread; calls are carried out one after the other.
+A delta is written into the image only after its result was found to have the root of the manifest, which follows from
+the changed words alone. Between two deltas each tensor is guarded by a BLAKE3 hash, so that a bit that flips in memory
+never reaches the engine. The hashes are computed on a thread of their own while the version is staged, and checked
+while the next delta is decoded. Blocking, for any thread; calls are carried out one after the other.
 """
 
 from __future__ import annotations
@@ -30,10 +27,10 @@ from meshrl.wire.types import Manifest
 
 
 class WeightImage:
-    """The byte stream of one version. `manifest` is of that version: its tensors have `sum128` digests."""
+    """The byte stream of the version of `manifest`, whose tensors have `sum128` digests."""
 
     def __init__(self, manifest: Manifest, held: HostBytes, *, num_threads: int = 1) -> None:
-        """Takes the verified bytes of a full version, in one part, and changes them from now on."""
+        """Takes over the verified bytes of a full version, in one part."""
         self.manifest, self.held = manifest, held
         self._bytes = held.parts[0][1]
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="weight-image")
@@ -48,7 +45,7 @@ class WeightImage:
         return self.manifest.result_root
 
     def confirm(self) -> None:
-        """The version in the image is served: `revert` will not go back behind it."""
+        """The version in the image is served: `revert` goes back to it at most."""
         with self._lock:
             self._undo.clear()
 
@@ -57,10 +54,9 @@ class WeightImage:
     ) -> None:
         """Goes to the version of `manifest` by its delta, which may still be arriving.
 
-        `wait_for` returns once the bytes of the delta up to an offset are here, and raises MeshError if they never are.
-
-        Raises MeshError DIGEST_MISMATCH and changes nothing where the delta is not for this image, does not lead to the
-        manifest's root, or where the image changed at rest.
+        `wait_for` returns once the bytes up to an offset are here. Raises MeshError as it does, and DIGEST_MISMATCH,
+        with nothing changed, where the delta is not for this image, does not lead to the manifest's root, or where the
+        image changed at rest.
         """
         with self._lock:
             before = self.manifest
@@ -70,7 +66,7 @@ class WeightImage:
             self._undo.append((before, delta))
 
     def revert(self) -> None:
-        """Goes back to the version that was confirmed last, by subtracting the deltas since. Raises as `apply`."""
+        """Goes back to the version that was confirmed last. Raises as `apply`."""
         with self._lock:
             while self._undo:
                 before, delta = self._undo[-1]
@@ -83,7 +79,7 @@ class WeightImage:
             self._refuse_changed(self.manifest, self._hashing.submit(self._changed))
 
     def wait_until_hashed(self) -> None:
-        """Returns once the tensors in the image are hashed: from then on a bit that flips is found."""
+        """Until the tensors in the image are hashed: from then on a bit that flips is found."""
         self._hashing.submit(lambda: None).result()
 
     def close(self) -> None:
@@ -127,7 +123,7 @@ class WeightImage:
         self._hashing.submit(self._hash_at_rest)
 
     def _edit(self, batch: Sequence[Packed], digester: Digester, *, forward: bool) -> tuple[Edit, Differences]:
-        """The edit by some pieces and, unless elements are bytes, the change of the digests. (Bytes count in pairs.)"""
+        """The edit by some pieces and, unless elements are bytes, the change of the digests."""
         found = unpack(*batch)
         old = words_of(self._bytes, found.run).take(found.places)
         rank = ordered(old)

@@ -1,8 +1,8 @@
 """Makes a delta of weights on a GPU, and decodes one there.
 
-The bytes are those that `codec.encode` makes from host memory. Elements are compared as integers, in areas of many runs
-at once, since each step over an area costs a few kernels whatever its size. An area in which much changes is halved,
-which bounds the memory that this takes. Only two or three bytes a change are copied to the host, to compress.
+The bytes are those of `codec.encode`. Elements are compared in areas of many runs at once, since each step over an area
+costs a few kernels whatever its size. An area in which much changes is halved, which bounds the memory. Only two or
+three bytes a change are copied to the host, to compress.
 
 Legend: C changes of an area or a batch, R runs of an area.
 """
@@ -31,10 +31,8 @@ from meshrl.versions.deltas.codec import (
 )
 
 AREA_VALUES = 2**27
-AREA_CHANGES = 2**22
-"""Changes from which on an area is halved: each takes about 100 bytes meanwhile."""
-DECODED_CHANGES = 2**23
-"""Changes that are decoded at once: each takes about 50 bytes meanwhile."""
+AREA_CHANGES = 2**22  # from which on an area is halved: each takes about 100 bytes meanwhile
+DECODED_CHANGES = 2**23  # at once: each takes about 50 bytes meanwhile
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Placed = tuple[Stretch, int]
 """A run, and where it begins in the buffers."""
@@ -44,10 +42,10 @@ Placed = tuple[Stretch, int]
 def encode_on_device(
     rows: Rows, old: torch.Tensor, new: torch.Tensor, threads: ThreadPoolExecutor, *, sparse: bool = True
 ) -> list[Packed]:
-    """The pieces of the runs in which there are changes, in the order of the stream.
+    """The pieces of the runs that have changes, in stream order.
 
-    `old` and `new` (bytes,) uint8 are two states of `rows`. It is done where `new` is; `old` may be in pinned host
-    memory. `sparse` as of `codec.pack`.
+    `old` and `new` (bytes,) uint8 are two states of `rows`; `old` may be in pinned host memory. `sparse` as of
+    `codec.pack`.
     """
     waiting: list[Future[Packed]] = []
     areas = list(_areas(list(zip(rows.runs, rows.at, strict=True))))[::-1]
@@ -138,15 +136,14 @@ def _streams(
 
 
 def _codes(old_C: torch.Tensor, new_C: torch.Tensor) -> torch.Tensor:
-    """(C,) int64: the steps between signed integers of the elements' bits, in zigzag, without the 0; `words` says
-    how."""
+    """(C,) int64: the steps between signed integers of the elements' bits, in zigzag, without the 0 (see `words`)."""
     bits = 8 * old_C.itemsize
     steps = _wrapped(_places(new_C.long(), bits) - _places(old_C.long(), bits), bits)
     return ((steps << 1) ^ (steps >> 63)) - 1
 
 
 def _places(signed: torch.Tensor, bits: int) -> torch.Tensor:
-    """The places of signed integers of so many bits in the order of the floats, and back: it is its own inverse."""
+    """The places of signed integers in the order of the floats; its own inverse."""
     return torch.where(signed < 0, -1 - signed - (1 << (bits - 1)), signed)
 
 
@@ -166,9 +163,7 @@ def decode_on_device(
     pieces: Sequence[Packed], device: torch.device, num_threads: int
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
     """Of each batch of pieces: the width of its elements (4 bytes at most), which elements (C,) of the byte stream
-    change, rising, and by how many steps (C,). Raises DeltaError for bytes that `pack` does not make.
-
-    It waits for the device a few times a batch. A busy thread beside it makes each wait some milliseconds longer.
+    change, rising, and by how many steps (C,). Raises DeltaError.
     """
     for group in batches([piece for piece in pieces if piece.changed], DECODED_CHANGES):
         streams = streams_at_once(group, num_threads)

@@ -1,8 +1,7 @@
-"""Decides which versions leave the trainer as deltas, and from which version each delta is made.
+"""Decides on rank 0 which versions leave the trainer as deltas, and from which version each delta is made.
 
-Used on rank 0, by the transports through the host. A version goes in full when there is no earlier one to make a delta
-from, when its delta would not be much smaller, every so often as an anchor for engines that join, and when the hub has
-refused the delta.
+A version goes in full when there is no earlier one, when its delta would not be much smaller, every so often as an
+anchor for engines that join, and when the hub has refused the delta.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ PAYS_BELOW = 0.5  # of the full version's bytes
 
 
 class DeltaRule:
-    """Decides for each version of one `VersionLine`; called in the order `base_of`, `pays`, `delivered`."""
+    """For one `VersionLine`; called in the order `base_of`, `pays`, `delivered` of each version."""
 
     def __init__(self, *, anchor_every: int) -> None:
         """`anchor_every`: a version in full after so many deltas."""
@@ -28,10 +27,9 @@ class DeltaRule:
         self._next_sparse = True  # and whether the next one may
 
     def base_of(self, version: int, plan: Sequence[TensorEntry], *, sparse: bool = True) -> Manifest | None:
-        """The version to make a delta from: the one delivered last, described as if it had gone in full.
+        """The version to make a delta from, described as if it had gone in full; None where `version` must go in full.
 
-        None where `version` must go in full: there is no earlier one with the same tensors, or `sparse` is off, since
-        some engine reads no gaps without their low bytes, and deltas before it may have such.
+        `sparse`: all engines read gaps without their low bytes, which deltas before it may have.
         """
         base, self._next_sparse = self._base, sparse
         if base is None or base.version >= version or _layout(plan) != _layout(base.tensors):

@@ -1,8 +1,7 @@
 """Maps the bits of weights to integers that are ordered like the floats, so that a delta can count steps between them.
 
-Neighbouring integers are then floats one unit in the last place apart, so a small change of a weight is a small step.
-The map is one to one on bit patterns: NaNs, infinities and -0 come back to the bit, and so do integer tensors, which
-are mapped as well.
+Neighbouring integers are floats one unit in the last place apart. The map is one to one on bit patterns: NaNs,
+infinities and -0 come back to the bit, and so do integer tensors, which are mapped as well.
 
     ordered(b) = b ^ 0b100..0 for a sign bit of 0, else ~b          all arithmetic modulo 2^bits
 """

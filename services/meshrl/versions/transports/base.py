@@ -1,4 +1,4 @@
-"""What the publisher asks of every transport, and what a transport asks of the trainer's other ranks.
+"""The interfaces of transports, and of the ranks' shares in them.
 
 Rank 0's publisher prepares a version with its transport, stages and seals it at the hub, and has the transport deliver
 it. Where the ranks share that work, the transport makes a `PublishCall` to all of them, and each rank's `RankShare`
@@ -21,25 +21,21 @@ from meshrl.wire.manifest import Adapter, build_manifest
 from meshrl.wire.types import ChunkEntry, CollectivePlan, FileEntry, Manifest, TensorEntry, Transport
 
 Answer = Mapping[str, Mapping[str, str]]
-"""What a rank answers to a call: tables by name, such as the digests that it computed."""
+"""A rank's answer to a call: tables by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PublishCall:
-    """What rank 0 asks every sender rank to do. Each transport has calls of its own, beside the share that takes them;
-    their fields are plain values, since calls travel as JSON.
-    """
+    """What rank 0 asks every sender rank to do. Its fields are plain values, since calls travel as JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VersionCall(PublishCall):
-    """A call that is about one version."""
-
     version: int
 
 
 class RankShare(Protocol):
-    """One rank's part in publishing a version; `progress` shows whether it still moves."""
+    """One rank's part in publishing versions."""
 
     @property
     def calls(self) -> Sequence[type[PublishCall]]: ...
@@ -53,7 +49,7 @@ class RankShare(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class VersionLine:
-    """What the versions of one trainer have in common: their run and epoch, and the adapter that they are, if any."""
+    """What the versions of one trainer have in common; `adapter` where they are adapters."""
 
     run_id: str
     epoch: int
@@ -70,7 +66,7 @@ class VersionLine:
         collective: CollectivePlan | None = None,
         digest_algorithm: str = "",
     ) -> Manifest:
-        """The manifest of a version of this line; `digest_algorithm` where it is another than the transport's own."""
+        """`digest_algorithm`: if another than the transport's own."""
         manifest = build_manifest(
             run_id=self.run_id,
             epoch=self.epoch,
@@ -87,10 +83,7 @@ class VersionLine:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Prepared:
-    """A version that can be staged: its manifest and, where the bytes go through the hub, the byte stream.
-
-    `parts_s`: where the time went, by the name of the part.
-    """
+    """A version to stage: its manifest and, where the bytes go through the hub, the byte stream; seconds by part."""
 
     manifest: Manifest
     parts_s: Mapping[str, float]
@@ -98,18 +91,15 @@ class Prepared:
 
 
 class VersionTransport(Protocol):
-    """How versions get from the trainer to the engines, seen from rank 0; used for one version at a time."""
+    """Rank 0's side; used for one version at a time."""
 
     @property
     def progress(self) -> Progress: ...
 
     async def prepare(self, version: int, captured: Captured, peers: Peers = TODAY) -> Prepared:
-        """Does the work before the version is declared at the hub, so that its `peers` can read the version.
-
-        Raises MeshError and OSError."""
+        """Makes a version that the `peers` can read. Raises MeshError and OSError."""
 
     async def deliver(self, version: int) -> Mapping[str, float]:
-        """Sends a sealed version to the engines where they do not fetch it themselves; returns seconds by part."""
+        """Sends a sealed version to the engines, unless they fetch it; returns seconds by part."""
 
-    async def close(self) -> None:
-        """Ends its threads and connections."""
+    async def close(self) -> None: ...

@@ -1,14 +1,13 @@
 """The broadcast transport (nccl, or gloo on a CPU): the trainer's ranks send a version to the engines directly.
 
 A version is staged and sealed at the hub as a manifest without bytes; the bytes are sent once, in a group of engines
-that the hub forms. They are a delta, which is broadcast, where that pays and every engine of the group serves the
-version before. Else the tensors in full are broadcast, or scattered where every rank of the engines knows what it holds
-and that pays (see `collective.scatter`). A rank learns it from its first version, so after that one the group meets
-anew. Once a scattered version broke off, this trainer broadcasts.
+that the hub forms. A delta is broadcast where that pays and every engine of the group serves the version before. Else
+the tensors are broadcast in full, or scattered (see `collective.scatter`) where that pays and every rank of the engines
+has learned from a first version what it holds; then the group meets anew.
 
 Engines that miss a version are in the group of the next one. Where none comes, they pull: the ranks send their rows to
 rank 0, which brings the hub a copy in chunks. That takes a version's size of its memory and of the hub's disk, so it is
-done only while an engine lacks the version. The training thread puts the newest snapshot into `BroadcastShare.held`.
+done only while an engine lacks the version.
 """
 
 from __future__ import annotations
@@ -71,21 +70,21 @@ class MeetEngines(PublishCall):
 
 @dataclass(frozen=True, kw_only=True)
 class SendVersion(VersionCall):
-    """Send the group the rank's rows of a version, or the delta that was encoded of them."""
+    """Send the group the rank's rows of a version, or their delta."""
 
     delta: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class CopyVersion(VersionCall):
-    """Send rank 0 the rank's rows of a version, in a group of their own on the hosts' CPUs."""
+    """Send rank 0 the rank's rows of a version, in a gloo group of their own."""
 
     generation: int
     deadline_s: float
 
 
 class BroadcastShare:
-    """One sender rank's share of the broadcasts."""
+    """One sender rank's share. The training thread puts the newest snapshot into `held`."""
 
     calls = (MeetEngines, EncodeRows, SendVersion, SetBase, CopyVersion)
 
@@ -109,7 +108,6 @@ class BroadcastShare:
         self._reading = False
 
     def carry_out(self, call: MeetEngines | EncodeRows | SendVersion | SetBase | CopyVersion) -> Answer:
-        """Meets the receivers of a group, or encodes, sends or keeps what this rank holds."""
         if isinstance(call, MeetEngines):
             self.leave()
             plan = self._plan if self.may_scatter else None
@@ -170,17 +168,13 @@ class BroadcastShare:
             group.abort()
 
     def release_snapshot(self) -> torch.Tensor | None:
-        """Drops the last snapshot, since the training thread makes the next.
-
-        Returns a free buffer, if any: that of the last one only if it is neither being copied nor a base of deltas.
-        """
+        """Drops the last snapshot, since the training thread makes the next; returns a free buffer, if any."""
         snapshot = self.held.drop()
         with self._lock:
             return self._base.free_buffer(None if self._reading else snapshot)
 
     @property
     def scatters(self) -> bool:
-        """Whether this rank is in a group that gets no more of a version than each receiver holds."""
         return self._group is not None and self._group.scatters
 
     def _meet(
@@ -217,8 +211,8 @@ class BroadcastShare:
 
 
 FAST_LINK = 8e9
-"""Bytes a second. A group that takes more has a version in full sooner than its delta is found and applied: on an H100
-these take about 1 s for the 8 GB of a 4B model."""
+"""Bytes a second. A group that takes more has a version in full sooner than its delta is found and applied, which is
+about 1 s on an H100 for the 8 GB of a 4B model."""
 MOST_DELTA_BYTES = 2**32 - 1  # of a sender: of a chunk in a manifest
 ATTEMPTS = 3  # to form a group for a version
 MEET_S = 30.0
@@ -234,7 +228,7 @@ Result = TypeVar("Result")
 
 
 class BroadcastTransport:
-    """Rank 0's side: keeps a group of engines, has the ranks send, and copies what an engine has missed to the hub."""
+    """Rank 0's side: keeps a group of engines, has the ranks send, and copies missed versions to the hub."""
 
     def __init__(
         self,
@@ -250,10 +244,7 @@ class BroadcastTransport:
         deltas_from: int = 0,
         watch_s: float = WATCH_S,
     ) -> None:
-        """`share` is rank 0's own; `store` is hosted by this process at `share.store_address`, where all meet.
-
-        `anchor_every`, `deltas_from`: as of `RowTransport`.
-        """
+        """`share` is rank 0's own; `store` is at its `store_address`, where all meet; the rest as of `RowTransport`."""
         self.progress = share.progress
         self._line, self._ranks, self._share, self._client, self._store = line, ranks, share, client, store
         self._plan, self._layout = plan, plan.layout
@@ -280,8 +271,8 @@ class BroadcastTransport:
         self._late: asyncio.Task[None] | None = None  # looks after the engines that lack the newest version
 
     async def prepare(self, version: int, captured: Captured, peers: Peers = TODAY) -> Prepared:
-        """Makes sure that there is a group of all engines. Raises also a defect in bringing them the last version, and
-        NOT_SUPPORTED for a hub that would drop the order of the senders' rows."""
+        """Makes sure that there is a group of all engines. Raises also a defect of the last copy, and NOT_SUPPORTED for
+        a hub that would drop the order of the senders' rows."""
         if self._plan.collective.reordered_tensors and capabilities.ROW_ORDER not in peers.hub:
             raise MeshError(
                 Reason.NOT_SUPPORTED,
@@ -302,7 +293,7 @@ class BroadcastTransport:
         return Prepared(manifest=self._manifest, parts_s={"group": opened_s - began_s, "encode": encode_s})
 
     async def deliver(self, version: int) -> Mapping[str, float]:
-        """Sends a sealed version to the engines in the group; the ranks keep it, to make the next one's delta from."""
+        """Sends a sealed version to the group; the ranks keep it as the base of the next one."""
         manifest, in_full = self._manifest, self._in_full
         assert manifest is not None, "it was prepared"
         assert in_full is not None, "it was prepared"
@@ -325,7 +316,7 @@ class BroadcastTransport:
         return parts_s
 
     async def close(self) -> None:
-        """Stops to look for engines and leaves the group."""
+        """Leaves the group."""
         if self._late is not None:
             self._late.cancel()
             await asyncio.wait({self._late})
@@ -335,7 +326,7 @@ class BroadcastTransport:
     # --- deltas -----------------------------------------------------------------------------------
 
     async def _encode(self, version: int) -> None:
-        """Has the ranks digest a version, and encode what changed in it where a delta is wanted."""
+        """Has the ranks digest a version, and encode its delta where one is wanted."""
         base = await self._base_of(version)
         answers = await self._call(EncodeRows(version=version, base=None if base is None else base.version))
         tensors, plan = digested(self._plan.tensors, answers), self._plan.collective
@@ -351,7 +342,7 @@ class BroadcastTransport:
             self._manifest = delta_manifest(base, in_full, tuple(chunks))
 
     async def _base_of(self, version: int) -> Manifest | None:
-        """The version from which a delta is wanted: the one before, where every engine of the group serves it."""
+        """The version before, where a delta from it is wanted and every engine of the group serves it."""
         rule, group, self._takes_deltas = self._rule, self._group, False
         if rule is None or group is None or capabilities.BROADCAST_DELTAS not in self._hub:
             return None
@@ -369,7 +360,7 @@ class BroadcastTransport:
         return base
 
     async def _keep(self, rule: DeltaRule, manifest: Manifest, in_full: Manifest) -> None:
-        """Has the ranks keep the version, which has been delivered, as the base of the next one."""
+        """Has the ranks keep a delivered version as the base of the next one."""
         try:
             await self._call(SetBase(version=in_full.version))
         except MeshError as error:
@@ -400,9 +391,9 @@ class BroadcastTransport:
         return {name: engine for name, engine in engines.items() if name not in misfits}
 
     async def _open_group(self, *, with_busy: bool = False) -> None:
-        """Forms a group of the engines that can take part, unless they are one; without any there is no group.
+        """Forms a group of the engines that can take part, unless they are one.
 
-        Left out is who pulls the last version, or waits for it in a group that broke: the others would wait for it.
+        Busy are those that pull the last version, or wait for it in a group that broke: the others would wait for them.
         """
         try:
             for _ in range(ATTEMPTS):
@@ -427,7 +418,7 @@ class BroadcastTransport:
 
     async def _meet(self, without: set[str]) -> set[str]:
         """Opens a group and meets its engines; returns those that did not come, and there is no group then. Raises
-        MeshError GROUP_BROKEN when no engine can take part or it failed otherwise, and as the hub."""
+        MeshError GROUP_BROKEN, and as the hub."""
         self._group = None
         opened = await self._client.open_group(
             run_id=self._line.run_id,
@@ -471,7 +462,7 @@ class BroadcastTransport:
         return scatter_offers(store, self._plan, num_receivers) is not None
 
     def _absent(self, opened: OpenedGroup) -> set[str]:
-        """Engines of which a rank did not come to sender 0, where everybody is met first (see `Communicator`)."""
+        """Engines of which a rank did not come to sender 0, which all meet first."""
         store = PrefixStore(f"g{opened.generation}/s0", self._store)
         return {
             member.engine_id
@@ -483,7 +474,7 @@ class BroadcastTransport:
         }
 
     async def _send(self, call: SendVersion) -> bool:
-        """Sends a version to the group, once. Returns whether all of the group have it."""
+        """Sends a version to the group, once; returns whether all have it."""
         if self._group is None:
             return True
         scattered = self._share.scatters and not call.delta
@@ -503,12 +494,9 @@ class BroadcastTransport:
     # --- engines that lack the newest version -----------------------------------------------------
 
     async def _look_after_late(self, manifest: Manifest, wait_s: float, *, broken: bool) -> None:
-        """Copies a version to the hub once an engine lacks it for which no other version comes soon.
-
-        `broken`: its broadcast was. Engines that still wait for it leave that group for a new one.
-        """
+        """Copies a version to the hub once an engine lacks it and no other version comes within `wait_s`."""
         again = Backoff(self._watch_s, COPY_AGAIN_S, jitter=0.0)
-        if broken:
+        if broken:  # engines that still wait for it leave that group
             await self._open_group(with_busy=True)
         await asyncio.sleep(wait_s)
         while True:
@@ -529,7 +517,7 @@ class BroadcastTransport:
             await asyncio.sleep(pause_s)
 
     async def _lacking(self, version: int) -> Sequence[str]:
-        """Engines that have not got a version and wait for nothing."""
+        """Engines that have not got a version and do not wait for one."""
         return sorted(
             name
             for name, engine in (await self._capable()).items()
@@ -545,7 +533,7 @@ class BroadcastTransport:
         await self._uploader.seal(copy, staged.artifact_id, "", payload)
 
     async def _collect(self, manifest: Manifest) -> NDArray[np.uint8]:
-        """The bytes of a version in this process's memory: received of all senders as by an engine, or its own."""
+        """The bytes of a version, received from all senders as by an engine, or this rank's own."""
         if self._plan.collective.num_senders == 1:  # sockets and additive digests would take most of the time
             return await self._in_thread(lambda: self._share.on_host(manifest.version))
         self._copies += 1

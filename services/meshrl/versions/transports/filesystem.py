@@ -1,11 +1,10 @@
 """The filesystem transport: a version's bytes are in files that the hub and the engines can read.
 
-Rank 0 creates the files. Each sender rank writes its rows into them and hashes a share of the whole, without gathering
-any weights; or rank 0 alone does, where it has gathered them all. Rank 0 writes the manifest last. Files belong to the
-hub once they are staged: the hub deletes them when no version needs them.
+Rank 0 creates the files; each sender rank writes its rows into them and hashes a share of the whole. Rank 0 renames
+them and writes the manifest last. Once they are staged, the hub deletes them when no version needs them.
 
 A large version is cut into several files at the borders of tensors, since a file system lets one writer at a time into
-a file. Digests are those of the page cache. The files get their final names when the manifest is known.
+a file. Digests are those of the page cache.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ FILE_BYTES = 256 * 2**20  # no file is cut off below this size
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
-    """One file: bytes [offset, offset + num_bytes) of the stream behind a header."""
+    """A file: bytes [offset, offset + num_bytes) of the stream behind a header."""
 
     path: Path
     offset: int
@@ -53,7 +52,7 @@ class _Part:
 
 
 class VersionFiles:
-    """The files of a version that is being published; its tensors are laid out by `plan_tensors`."""
+    """The files of a version that is being published."""
 
     def __init__(
         self,
@@ -67,7 +66,7 @@ class VersionFiles:
         num_threads: int,
         progress: Progress,
     ) -> None:
-        """There are at most `num_threads` files, a number that must be the same on all ranks."""
+        """There are at most `num_threads` files; the same number on all ranks."""
         self._progress = progress
         self._tensors = tuple(tensors)
         self.num_bytes = sum(tensor.num_bytes for tensor in tensors)
@@ -78,13 +77,12 @@ class VersionFiles:
 
     @property
     def entries(self) -> tuple[FileEntry, ...]:
-        """What the manifest lists of the files."""
         return tuple(
             FileEntry(path=str(part.path), offset=part.offset, num_bytes=part.num_bytes) for part in self._parts
         )
 
     def begin(self) -> None:
-        """Creates the files with their headers, at full size; called by rank 0 before any rank writes."""
+        """Creates the files with their headers, at full size, before any rank writes."""
         for part in self._parts:
             part.temporary.unlink(missing_ok=True)
             with _create(part.temporary) as file:
@@ -92,7 +90,7 @@ class VersionFiles:
                 file.truncate(len(part.header) + part.num_bytes)
 
     def write(self, pieces: Iterable[tuple[int, memoryview]]) -> None:
-        """Writes (offset in the stream, bytes) of a share. Raises OSError, such as for a full disk."""
+        """Writes (offset in the stream, bytes) of a share. Raises OSError."""
         by_file: list[list[tuple[int, memoryview]]] = [[] for _ in self._parts]
         for offset, data in pieces:
             for index, at, length in self._spans(offset, len(data)):
@@ -225,7 +223,7 @@ class WriteFiles(VersionCall):
 
 @dataclass(frozen=True, kw_only=True)
 class HashFiles(VersionCall):
-    """Hash the rank's share of what all have written: its chunks and, unless they have digests already, its tensors."""
+    """Hash the rank's share of what all have written: its chunks and, unless they have digests, its tensors."""
 
     chunk_bytes: int
     tensors: bool
@@ -250,7 +248,7 @@ class FileShare(RowShare):
         )
 
     def _write(self, snapshot: Snapshot, call: WriteFiles | HashFiles) -> Answer:
-        """Writes or hashes; the answer to HashFiles are digests of tensors and chunks by index."""
+        """Writes or hashes; HashFiles is answered with digests of tensors and chunks by index."""
         files = self.files(call.version, call.chunk_bytes)
         if isinstance(call, WriteFiles):
             files.write(self._host_copies.pieces_of(snapshot))
@@ -263,7 +261,7 @@ class FileShare(RowShare):
 
 
 class FilesystemTransport(RowTransport[FileShare]):
-    """Rank 0's side: has the ranks write and hash the files of a version in full, and writes its manifest."""
+    """Rank 0's side."""
 
     deltas_need = (capabilities.FILE_DELTAS,)
 

@@ -1,7 +1,6 @@
 """Calls from rank 0's publisher to the publishing threads of the other sender ranks, while training goes on.
 
-Calls and answers are JSON in a TCP store, so nothing here takes part in the collectives of a step. Every rank has one
-share (`RankShare`) and carries calls out on a thread of its own. A share that fails on one rank fails the call.
+Calls and answers are JSON in a TCP store, so nothing here takes part in the collectives of a step.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ IDLE_S = 3600.0  # a rank that receives nothing listens again; it ends with the 
 
 @dataclass(frozen=True, kw_only=True)
 class _Outcome:
-    """What became of a call on one rank: its answer, or a reason of the error catalogue."""
+    """A rank's answer, or a reason of the error catalogue."""
 
     answer: Answer = field(default_factory=dict)
     reason: str = ""
@@ -37,7 +36,7 @@ class _Outcome:
 
 
 class RankCalls:
-    """Rank 0's side; one call at a time, from one thread at a time. `store` is None where there are no others."""
+    """Rank 0's side; one call at a time. `store` is None where there are no other ranks."""
 
     def __init__(self, share: RankShare, store: Store | None, *, num_ranks: int) -> None:
         assert store is not None or num_ranks == 1, "several ranks need a store"
@@ -45,9 +44,9 @@ class RankCalls:
         self._sent = 0
 
     def call(self, call: PublishCall, *, stall_s: float) -> list[Answer]:
-        """Has every rank carry a call out; returns their answers in order. Raises what the first that failed raised.
+        """Has every rank carry a call out, which may stand still for `stall_s`; returns their answers in order.
 
-        A rank may take as long as its share moves, and stand still for `stall_s`.
+        Raises the error of the first rank that failed.
         """
         self._sent += 1
         if self._store is not None and self._num_ranks > 1:
@@ -93,7 +92,7 @@ class RankCalls:
 
 
 class RankCallThread:
-    """A sender rank but the first: a thread that carries out what rank 0's publisher calls for."""
+    """The thread of a sender rank but the first that carries out calls."""
 
     def __init__(self, share: RankShare, store: Store, *, rank: int) -> None:
         self._share, self._store, self._rank = share, store, rank

@@ -1,10 +1,7 @@
 """What the transports through the host share: each rank's rows of a version, and versions that leave as deltas.
 
 Where all ranks are on one host, each contributes its own rows, and pieces of a delta go to rank 0 through files in
-shared memory, from rank 0's own share directly. Else rank 0 has gathered all weights, and its share is the only one.
-
-Where deltas are on, each share lists its changes (`deltas.base_rows`), and `DeltaRule` decides whether a version leaves
-as one. A delta goes through the hub, by whatever transport versions in full go.
+shared memory. Else rank 0 has gathered all weights, and its share is the only one. Deltas go through the hub.
 """
 
 from __future__ import annotations
@@ -43,7 +40,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True)
 class EncodeRows(VersionCall):
-    """Digest the rank's rows of a version and encode what changed in them since `base`; None: no delta is wanted.
+    """Digest the rank's rows of a version and encode their changes since `base`; None: no delta is wanted.
 
     `sparse` as of `codec.pack`.
     """
@@ -53,7 +50,7 @@ class EncodeRows(VersionCall):
 
 
 class WriteDelta(VersionCall):
-    """Write what was encoded last into a file for rank 0."""
+    """Write the delta encoded last into a file for rank 0."""
 
 
 class SetBase(VersionCall):
@@ -61,7 +58,7 @@ class SetBase(VersionCall):
 
 
 def in_slices(pieces: Iterable[tuple[int, memoryview]]) -> list[tuple[int, memoryview]]:
-    """Cuts (offset, bytes) into slices of at most SLICE_BYTES, so that several threads can write a large one."""
+    """Cuts (offset, bytes) into slices of at most SLICE_BYTES, for several threads."""
     return [
         (offset + start, data[start : start + SLICE_BYTES])
         for offset, data in pieces
@@ -70,10 +67,7 @@ def in_slices(pieces: Iterable[tuple[int, memoryview]]) -> list[tuple[int, memor
 
 
 def in_threads(threads: ThreadPoolExecutor, work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """Applies `work` to each item on the threads; returns the results in order.
-
-    When one fails, those that have begun are over before this raises.
-    """
+    """Applies `work` to each item on the threads. When one fails, those that have begun are over before this raises."""
     futures = [threads.submit(work, item) for item in items]
     try:
         return [future.result() for future in futures]
@@ -85,10 +79,7 @@ def in_threads(threads: ThreadPoolExecutor, work: Callable[[Item], Result], item
 
 @dataclass(eq=False)
 class RowShare(ABC):
-    """One rank's share of versions whose bytes go through the host: share `share` of `num_shares`.
-
-    `held` is what it captured last; `deadline_s`: how long its training may lag behind rank 0's.
-    """
+    """Share `share` of `num_shares`. `deadline_s`: how long this rank's training may lag behind rank 0's."""
 
     calls: ClassVar[Sequence[type[PublishCall]]] = (EncodeRows, WriteDelta, SetBase)
     folder: Path
@@ -112,7 +103,7 @@ class RowShare(ABC):
         return self.base.free_buffer(self.held.drop())
 
     def carry_out(self, call: Any) -> Answer:
-        """Encodes or writes this rank's rows of a version, or makes them the base. Raises MeshError, OSError."""
+        """Raises MeshError, OSError."""
         snapshot = self.held.get(call.version, deadline_s=self.deadline_s)
         with self._side.reading(snapshot):
             match call:
@@ -135,23 +126,22 @@ class RowShare(ABC):
         """Carries out a call of the transport's own, for versions in full."""
 
     def delta_path(self, share: int) -> Path:
-        """The file of a share's pieces."""
         return self.folder / f"delta-{self.epoch}.{share}"
 
     def tensors_of(self, version: int) -> tuple[TensorEntry, ...]:
-        """The tensors of a version that this rank holds, without digests."""
+        """The tensors of a version, without digests."""
         return self.held.get(version, deadline_s=self.deadline_s).tensors
 
 
 def encoded(base: BaseRows, snapshot: Snapshot, call: EncodeRows) -> Answer:
-    """What a share answers to the call, which it carries out."""
+    """Carries the call out and returns the answer."""
     size, changed = base.encode(snapshot, call.base, sparse=call.sparse)
     lanes = base.lanes.astype("<u8").tobytes().hex()
     return {"bytes": {"delta": str(size), "changed": str(changed)}, "digests": {"lanes": lanes}}
 
 
 def digested(tensors: Sequence[TensorEntry], answers: Sequence[Answer]) -> tuple[TensorEntry, ...]:
-    """The tensors with their digests, of what all shares have answered."""
+    """The tensors with their digests, from the answers of all shares."""
     lanes = np.zeros((len(tensors), 2), dtype=np.uint64)
     for answer in answers:
         lanes += np.frombuffer(bytes.fromhex(answer["digests"]["lanes"]), dtype="<u8").reshape(-1, 2)
@@ -159,7 +149,7 @@ def digested(tensors: Sequence[TensorEntry], answers: Sequence[Answer]) -> tuple
 
 
 def pays(rule: DeltaRule, version: int, answers: Sequence[Answer], num_bytes: int) -> bool:
-    """Whether what all shares have encoded of a version of `num_bytes` leaves as a delta."""
+    """Whether a version of `num_bytes` leaves as the delta that all shares have encoded."""
     delta, changed = (sum(int(answer["bytes"][name]) for answer in answers) for name in ("delta", "changed"))
     return rule.pays(version, delta_bytes=delta, changed_bytes=changed, num_bytes=num_bytes)
 
@@ -169,10 +159,9 @@ Made = TypeVar("Made")
 
 
 class RowTransport(ABC, Generic[ShareT]):
-    """Rank 0's side: decides between a delta and a full version, and joins what the ranks contribute.
+    """Rank 0's side: decides between a delta and a full version (`_full`), and joins the ranks' contributions.
 
-    A transport makes versions in full by `_full`. `deltas_need` are the capabilities that hubs of 1.0 do not have and
-    without which it makes no deltas.
+    It makes deltas only for hubs with the capabilities `deltas_need`.
     """
 
     deltas_need: ClassVar[Collection[str]] = ()
@@ -192,8 +181,8 @@ class RowTransport(ABC, Generic[ShareT]):
     ) -> None:
         """`share` is rank 0's own of `num_shares`; `stall_s`: how long a rank may do nothing of its share.
 
-        `anchor_every`: publish deltas where they pay, and a version in full after so many; None: no deltas.
-        `deltas_from`: bytes of a version from which on there are deltas.
+        `anchor_every`: a version in full after so many deltas, None: no deltas; `deltas_from`: bytes of a version from
+        which on there are deltas.
         """
         self.progress = share.progress
         self._line, self._ranks, self._share = line, ranks, share
@@ -208,14 +197,11 @@ class RowTransport(ABC, Generic[ShareT]):
         self._in_full: Manifest | None = None  # the delta that was made, as if it had left in full
 
     async def prepare(self, version: int, captured: Captured, peers: Peers = TODAY) -> Prepared:
-        """Collects the version's bytes, or those of its delta, from the ranks; they are the `buffer` for the hub.
-
-        A delta that is asked for again before it was delivered becomes a full version: the hub has refused it.
-        """
+        """A delta that is asked for again before it was delivered becomes a full version: the hub has refused it."""
         return await asyncio.to_thread(self._prepare, version, captured.gathered, peers)
 
     async def deliver(self, version: int) -> Mapping[str, float]:
-        """Engines fetch the version from the hub; the ranks keep it, to make the next version's delta from."""
+        """The ranks keep the version as the base of the next one; engines fetch it from the hub."""
         made, self._made, self._gathered = self._made, None, None
         if self._rule is None or made is None:
             return {}
@@ -282,7 +268,7 @@ class RowTransport(ABC, Generic[ShareT]):
 
     @abstractmethod
     def _full(self, version: int) -> tuple[Manifest, NDArray[np.uint8] | None]:
-        """The version in full and, where its bytes go through the hub, the byte stream."""
+        """The version in full, with its byte stream where that goes through the hub."""
 
     def _each(self, digest: Callable[[tuple[int, int]], Made], spans: Iterable[tuple[int, int]]) -> Iterable[Made]:
         for found in self._threads.map(digest, spans):

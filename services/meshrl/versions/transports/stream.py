@@ -1,4 +1,4 @@
-"""The stream transport: a version's bytes go through the hub, from a buffer on rank 0, and engines fetch them there.
+"""The stream transport: a version's bytes go from a buffer on rank 0 through the hub to the engines.
 
 Where all ranks are on one host, they write their rows of a version in full into one file in shared memory.
 """
@@ -33,11 +33,9 @@ class StreamShare(RowShare):
 
     @property
     def full_path(self) -> Path:
-        """The file of a version in full; rank 0 makes it."""
         return self.folder / f"full-{self.epoch}"
 
     def on_host(self, version: int) -> Bytes:
-        """This rank's rows of a version in host memory."""
         return self._host_copies.bytes_of(self.held.get(version, deadline_s=self.deadline_s))
 
     def _write(self, snapshot: Snapshot, call: WriteRows) -> Answer:
@@ -57,7 +55,7 @@ class StreamShare(RowShare):
 
 
 class StreamTransport(RowTransport[StreamShare]):
-    """Rank 0's side: joins what the ranks contribute, and hashes it."""
+    """Rank 0's side."""
 
     def _full(self, version: int) -> tuple[Manifest, Bytes]:
         payload = self._share.on_host(version) if self._num_shares == 1 else self._written(version)
@@ -69,7 +67,7 @@ class StreamTransport(RowTransport[StreamShare]):
         return manifest, payload
 
     def _written(self, version: int) -> Bytes:
-        """The version's bytes, which all ranks have written into one file; it goes with the last use of them."""
+        """The version's bytes, which all ranks write into one file; it goes with their last use."""
         path, num_bytes = self._share.full_path, sum(tensor.num_bytes for tensor in self._tensors)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)

@@ -1,8 +1,8 @@
 """Decides which versions engines prepare and serve: events and the time in, actions out, no I/O inside.
 
-Each run has a line of versions (`line`); the lines share the engines, one log and its revisions. An engine has one
-version of the base model and any number of adapters for it, so a hub has either the line of one run that trains the
-base model, or lines of adapters, one a run.
+Each run has a line of versions (`line`); the lines share the engines and one log. An engine has one version of the base
+model and any number of adapters for it, so a hub has the line of one run that trains the base model, or lines of
+adapters.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MAX_RUNS = 64
 
 
 class Coordinator:
-    """The lines of all runs and their engines. Not safe for threads: call it from one event loop."""
+    """The lines of all runs and their engines; for one event loop."""
 
     def __init__(self, limits: LineLimits, *, lease_s: float, max_chunk_bytes: int) -> None:
         self.lines: dict[str, RunLine] = {}  # by run
@@ -65,7 +65,7 @@ class Coordinator:
 
     @property
     def live(self) -> list[VersionRecord]:
-        """The versions of all runs that are not retired or aborted."""
+        """The versions of all runs that are neither retired nor aborted."""
         return [record for line in self.lines.values() for record in line.records.live]
 
     def line(self, run_id: str) -> RunLine:
@@ -92,17 +92,14 @@ class Coordinator:
         raise MeshError(Reason.UNKNOWN_VERSION, f"artifact {artifact_id} is unknown or retired; fetch a newer version")
 
     def infos(self, run_id: str, after_revision: int) -> list[tuple[int, VersionInfo]]:
-        """Returns (revision, version) of every version that changed after a revision, in order of change.
-
-        An empty `run_id` is every run.
-        """
+        """(revision, version) of every version that changed after a revision, in order; an empty run is every run."""
         lines = [line for line in self.lines.values() if run_id in ("", line.run_id)]
         changed = [r for line in lines for r in line.records.values() if r.revision > after_revision]
         offset_s = self._log.wall_offset_s
         return [(r.revision, r.info(offset_s)) for r in sorted(changed, key=lambda r: r.revision)]
 
     def engines(self, engine_pool: str, now_s: float) -> tuple[EngineInfo, ...]:
-        """Lists the engines of a pool (empty: all), with what each serves and whether requests may be sent to it."""
+        """The engines of a pool (empty: all)."""
         return tuple(self._info(engine, now_s) for engine in self.pool.of_pool(engine_pool))
 
     def _info(self, engine: EngineRecord, now_s: float) -> EngineInfo:
@@ -178,7 +175,7 @@ class Coordinator:
         return group.opened(), [*actions, *self._next_actions(now_s)]
 
     def close_run(self, run_id: str, epoch: int) -> list[Action]:
-        """Ends a run: its versions are forgotten, and engines let go of them. Raises STALE_EPOCH."""
+        """Forgets a run and its versions, and has engines let go of them. Raises STALE_EPOCH."""
         line = self.lines.get(run_id)
         if line is None:
             return []
@@ -244,16 +241,13 @@ class Coordinator:
         return [*self._retire_closed(engine), *self._next_actions(now_s)]
 
     def disconnect(self, lease_id: str) -> None:
-        """The session broke off; the lease goes on until it expires."""
+        """The session broke off; its lease goes on."""
         engine = self.pool.by_lease(lease_id)
         if engine is not None:
             engine.connected = False
 
     def report(self, report: AgentReport, now_s: float) -> list[Action]:
-        """Takes one message of an agent, which renews its lease. Raises LEASE_EXPIRED.
-
-        A message about a run unknown here leaves the others alone.
-        """
+        """Takes one message of an agent, which renews its lease. Raises LEASE_EXPIRED."""
         engine = self.pool.leased(report.lease_id)
         engine.seen_s = now_s
         engine.sleeping, engine.sleep_answered, engine.served = report.sleeping, report.sleep_answered, report.served
@@ -271,7 +265,7 @@ class Coordinator:
         return actions
 
     def tick(self, now_s: float) -> list[Action]:
-        """Time passed: leases expire, deadlines end waits, commits that failed are sent again."""
+        """Time passed: leases expire, waits end, commits that failed are sent again."""
         return [*self.pool.expire(now_s), *self._next_actions(now_s)]
 
     def _next_actions(self, now_s: float) -> list[Action]:
@@ -291,10 +285,7 @@ class Coordinator:
         return RunLine(run_id, pool=self.pool, groups=self.groups, log=self._log, limits=self._limits)
 
     def _line_to_publish(self, run_id: str, *, adapter: bool) -> RunLine:
-        """The line of a run's version or group; a new one is not among `lines` yet.
-
-        Raises RUN_LIMIT_REACHED if other runs are in the way: weights of the base model are those of every run.
-        """
+        """The line of a run's version or group; a new one is not among `lines` yet. Raises RUN_LIMIT_REACHED."""
         others = [
             line for line in self.lines.values() if line.run_id != run_id and (line.records.live or line.changes_base)
         ]
@@ -319,7 +310,7 @@ class Coordinator:
     # --- the log ----------------------------------------------------------------------------------
 
     def recover(self, saved: Save | None, now_s: float, wall_s: float) -> None:
-        """Restores an earlier hub's rows, if any. Engines are not among them: they register again."""
+        """Restores an earlier hub's rows, if any. Engines register again."""
         log = self._log
         log.wall_offset_s = wall_s - now_s
         if saved is None:

@@ -1,9 +1,8 @@
 """Groups of engines for the nccl transport: who is asked to join, who is in, and which versions they carry. No I/O.
 
-A publisher asks for a group at its store, the hub picks the engines and numbers their ranks, and engines report the
-group's generation once they are in. A group carries versions of its publisher's epoch only, from `first_version` on: an
-engine that waited for an older version would mistake the bytes of the next one for it. A broadcast is sent once.
-Engines that missed it pull the version from the hub, once its publisher has brought a copy there.
+The hub picks the engines and numbers their ranks; engines report the group's generation once they are in. A group
+carries versions of its publisher's epoch, from `first_version` on: an engine that waited for an older version would
+mistake the bytes of the next one for it. Engines that missed a broadcast pull the copy that the publisher brings.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ RETRY_AFTER_S = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class BroadcastRequest:
-    """What a publisher asks for; see OpenGroupRequest in weights.proto."""
+    """OpenGroupRequest of weights.proto."""
 
     request_id: str
     run_id: str
@@ -35,7 +34,7 @@ class BroadcastRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineGroup:
-    """A group that engines were asked to join. All must have joined by `until_s`."""
+    """A group that engines were asked to join, by `until_s`."""
 
     request: BroadcastRequest
     generation: int
@@ -91,7 +90,7 @@ class EngineGroups:
         return self.current
 
     def join(self, engine: EngineRecord, now_s: float) -> JoinGroup | None:
-        """The command for an engine that should join the current group and has not got it on this session, if any."""
+        """The command for an engine of the current group that has not got it on this session."""
         group = self.current
         if group is None or now_s >= group.until_s or group.generation in (engine.join_sent, engine.group_generation):
             return None
@@ -115,10 +114,9 @@ class EngineGroups:
         return {engine_id: reason for engine_id, reason in reasons.items() if reason is not None}
 
     def why_unreachable(self, engine: EngineRecord, record: VersionRecord) -> str | None:
-        """Why an engine cannot get a version now, in words; None when it can.
+        """Why an engine cannot get a version now; None when it can.
 
-        An engine of another layout needs no group: it gets the command to prepare the version, and refuses it with the
-        difference.
+        An engine of another layout needs no group: it is to prepare the version, and refuses it with the difference.
         """
         if record.transport not in engine.registration.transports:
             return f"it does not take transport {record.transport.value}"
@@ -136,7 +134,7 @@ class EngineGroups:
 
 
 def first_version(epoch: int, known: Collection[Key]) -> int:
-    """The first version that a group carries: any sealed from now on, after those that are `known`."""
+    """The first version that a group carries, after those that are `known`."""
     return max((key.version + 1 for key in known if key.epoch == epoch), default=0)
 
 

@@ -18,7 +18,7 @@ class EnginePool:
         self._by_lease: dict[str, EngineRecord] = {}
 
     def register(self, registration: AgentRegistration, lease_id: str, now_s: float) -> list[Action]:
-        """Gives `registration` a lease; its earlier one ends."""
+        """Gives an engine a lease; its earlier one ends."""
         before = self.engines.get(registration.engine_id)
         if before is not None:
             before.connected = False  # a round of sleep waits for no answer on that session
@@ -37,14 +37,14 @@ class EnginePool:
         return self._by_lease.get(lease_id)
 
     def leased(self, lease_id: str) -> EngineRecord:
-        """Returns the engine of a lease. Raises MeshError LEASE_EXPIRED."""
+        """The engine of a lease. Raises MeshError LEASE_EXPIRED."""
         engine = self.by_lease(lease_id)
         if engine is None:
             raise MeshError(Reason.LEASE_EXPIRED, f"lease {lease_id!r} is over or unknown; register again")
         return engine
 
     def expire(self, now_s: float) -> list[Action]:
-        """Drops every engine that was silent for a lease."""
+        """Drops engines that were silent for a lease."""
         gone = [engine for engine in self.engines.values() if not self.live(engine, now_s)]
         for engine in gone:
             engine.connected = False
@@ -52,7 +52,6 @@ class EnginePool:
         return [EndSession(lease_id=engine.lease_id) for engine in gone]
 
     def live(self, engine: EngineRecord, now_s: float) -> bool:
-        """Whether an engine reported within the last lease."""
         return now_s - engine.seen_s <= self.lease_s
 
     def of_pool(self, engine_pool: str) -> tuple[EngineRecord, ...]:
@@ -62,7 +61,7 @@ class EnginePool:
 
 @dataclass(frozen=True, kw_only=True)
 class SleepRound:
-    """The engines that were sent Sleep `number`, and how many `others` of the pool cannot sleep or have no session."""
+    """The engines that were sent Sleep `number`; `others` of the pool cannot sleep or have no session."""
 
     number: int
     asked: tuple[EngineRecord, ...]
@@ -70,7 +69,7 @@ class SleepRound:
 
     @classmethod
     def begin(cls, engines: tuple[EngineRecord, ...], number: int) -> tuple[SleepRound, list[Action]]:
-        """Asks every engine that can sleep and has a session, also those asleep, which may have been woken since."""
+        """Asks every engine that can, also those asleep, which may have been woken since."""
         asked = tuple(engine for engine in engines if engine.registration.can_sleep and engine.connected)
         actions: list[Action] = [
             Send(engine_id=engine.engine_id, lease_id=engine.lease_id, command=Sleep(number=number)) for engine in asked
@@ -79,7 +78,7 @@ class SleepRound:
 
     @property
     def over(self) -> bool:
-        """Whether no engine is waited for any more; ended sessions are not."""
+        """Whether no session that goes on has an answer to give."""
         return all(self._answered(engine) or not engine.connected for engine in self.asked)
 
     @property

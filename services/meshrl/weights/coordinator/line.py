@@ -1,10 +1,9 @@
 """The versions of one run: which of them engines prepare and serve. Events and the time in, actions out, no I/O inside.
 
 A version is staged, sealed, decided and committed; every move is written to the log. The decision is the point of no
-return: `Save(decision=...)` asks for it, and it takes effect once it is durable, when the hub calls `decided`. An
-engine's next step follows from the versions and its last report alone (`wanted_command`), so a restarted hub, a new
-session and a late engine need no code of their own: commands are derived and sent again, and they are idempotent by
-(version, artifact).
+return: `Save(decision=...)` asks for it, and it takes effect when the hub calls `decided`, once it is durable. An
+engine's next command follows from the versions and its last report alone (`wanted_command`), so a restarted hub, a new
+session and a late engine need no code of their own. Commands are idempotent by (version, artifact).
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ from meshrl.wire.values import JsonObject
 
 @dataclass(frozen=True, kw_only=True)
 class LineLimits:
-    """Of each run; `kept_ended`: how many retired or aborted versions are remembered."""
+    """`kept_ended`: how many retired or aborted versions are remembered."""
 
     keep_versions: int
     min_engines: int
@@ -68,7 +67,7 @@ class LineLimits:
 
 @dataclass(kw_only=True)
 class LineLog:
-    """The one log of all lines: it numbers their changes."""
+    """The log of all lines: it numbers their changes."""
 
     revision: int = 0
     epochs: dict[str, int] = field(default_factory=dict)  # by run, of those that were closed as well
@@ -102,7 +101,7 @@ class LineLog:
 
 
 class RunLine:
-    """The versions of one run over the engines of a pool, which other lines share. Not safe for threads."""
+    """The versions of one run over the engines of a pool, which other lines share."""
 
     def __init__(
         self, run_id: str, *, pool: EnginePool, groups: EngineGroups, log: LineLog, limits: LineLimits
@@ -121,7 +120,7 @@ class RunLine:
 
     @property
     def engines(self) -> list[EngineLine]:
-        """The engines with a lease, on this line."""
+        """Those with a lease."""
         return [engine.on(self.run_id) for engine in self._pool.engines.values()]
 
     @property
@@ -135,7 +134,7 @@ class RunLine:
         return self.records.newest_decided()
 
     def find(self, version: int | None) -> VersionRecord:
-        """Returns a version of the newest epoch that has it. None is the newest committed one. Raises UNKNOWN_*."""
+        """A version of the newest epoch that has it; None is the newest committed one. Raises UNKNOWN_VERSION."""
         if version is None:
             committed = [r for r in self.records.live if r.state is VersionState.COMMITTED]
             if not committed:
@@ -156,13 +155,11 @@ class RunLine:
     # --- publishers -------------------------------------------------------------------------
 
     def stage(self, manifest: Manifest, artifact: str) -> tuple[VersionRecord, list[Action]]:
-        """Takes a manifest. The same artifact again is the same record, whatever its state.
+        """Takes a manifest; the same artifact again is the same record, whatever its state.
 
-        Once a broadcast version is sealed it also takes a copy in chunks: the same tensors for engines that missed the
-        broadcast.
-
-        Raises: STALE_EPOCH, INVALID_REQUEST for an epoch beyond the next, VERSION_CONFLICT for another artifact of a
-        version that was not aborted, VERSION_SUPERSEDED when a later version is decided.
+        A broadcast version that is sealed also takes a copy in chunks, for engines that missed it. Raises: STALE_EPOCH,
+        INVALID_REQUEST for an epoch beyond the next, VERSION_CONFLICT for another artifact of a version that was not
+        aborted, VERSION_SUPERSEDED when a later version is decided.
         """
         self.check_epoch(manifest.epoch)
         key = Key(self.run_id, manifest.epoch, manifest.version)
@@ -189,7 +186,7 @@ class RunLine:
         return record, [*actions, *self._changed(record)]
 
     def arrives(self, record: VersionRecord, now_s: float) -> list[Action]:
-        """The first bytes of a streamed version come: engines with nothing else to fetch follow its upload."""
+        """The first bytes of a version come: engines with nothing else to fetch follow a streamed upload."""
         streamed = record.transport is Transport.STREAM
         if not streamed or record.state is not VersionState.STAGING or record.arriving:
             return []
@@ -197,7 +194,7 @@ class RunLine:
         return self.next_actions(now_s)
 
     def sealing(self, *, epoch: int, version: int, artifact: str) -> VersionRecord:
-        """The record, whose bytes must be checked before `seal` while it is still being staged.
+        """The record of a version whose bytes are to be checked before `seal`.
 
         Raises: STALE_EPOCH, UNKNOWN_VERSION, VERSION_CONFLICT, VERSION_SUPERSEDED.
         """
@@ -227,7 +224,7 @@ class RunLine:
         return [*self._changed(record), *self.next_actions(now_s)]
 
     def copied(self, record: VersionRecord, now_s: float) -> list[Action]:
-        """The copy of a version that is broadcast is complete: engines that lack the version pull it."""
+        """The copy of a broadcast version is complete: engines that lack it pull it."""
         if record.state not in LIVE:
             return []
         record.copied = True
@@ -240,7 +237,7 @@ class RunLine:
     def abort(
         self, *, epoch: int, version: int, artifact_id: str, message: str, now_s: float
     ) -> tuple[VersionRecord, list[Action]]:
-        """Drops a version that is not decided. Raises VERSION_DECIDED once it is, VERSION_CONFLICT for another one."""
+        """Drops a version. Raises VERSION_DECIDED once it is decided, VERSION_CONFLICT for another artifact."""
         record = self._owned(epoch, version)
         if artifact_id not in ("", record.artifact_id):
             raise MeshError(
@@ -260,9 +257,8 @@ class RunLine:
     def activate(self, request: ActivationRequest, now_s: float) -> tuple[VersionRecord, list[Action]]:
         """Starts, or joins, the commit of a sealed version; the outcome comes as `Answer` for the record's key.
 
-        With `min_ready` 0 every engine that is live now must have prepared it, and at least one in any case; later ones
-        catch up. Raises: UNKNOWN_VERSION, VERSION_CONFLICT for another epoch or artifact, VERSION_NOT_SEALED,
-        VERSION_SUPERSEDED.
+        With `min_ready` 0 every engine that is live now, and at least one, must have prepared it. Raises:
+        UNKNOWN_VERSION, VERSION_CONFLICT for another epoch or artifact, VERSION_NOT_SEALED, VERSION_SUPERSEDED.
         """
         version = request.version
         record = self.find(version)
@@ -298,7 +294,7 @@ class RunLine:
         return record, self.next_actions(now_s)
 
     def decided(self, key: Key, now_s: float) -> list[Action]:
-        """The decision for `key` is durable: from now on it only goes forward."""
+        """The decision for `key` is durable."""
         record = self.records[key]
         record.deciding = False
         self._log.deciding -= 1
@@ -334,7 +330,6 @@ class RunLine:
     # --- engines ------------------------------------------------------------------------------
 
     def report(self, engine: EngineLine, report: AgentReport, now_s: float) -> None:
-        """Takes one message of an agent about this run."""
         was = engine.state
         engine.state = report.state
         target = self.records.target_of(engine, report)
@@ -372,7 +367,7 @@ class RunLine:
             engine.retry_s = now_s + engine.backoff.next_s()
 
     def note_served(self, engine: EngineLine, applied: ApplyReport | None, now_s: float) -> list[Action]:
-        """Records the version that an engine reports to serve, then does what follows."""
+        """Takes the version that an engine reports to serve."""
         self._note_served(engine, applied)
         return self.next_actions(now_s, engine)
 
@@ -403,8 +398,7 @@ class RunLine:
     def next_actions(self, now_s: float, reported: EngineLine | None = None) -> list[Action]:
         """Does everything that has become possible: decide, give up, finish, retire, send commands.
 
-        With `reported`, only this engine has changed: the others are looked at only if the versions have changed as
-        well.
+        With `reported`, only this engine has changed: the others are looked at only if the versions have as well.
         """
         actions: list[Action] = []
         for record in sorted(self.records.live, key=lambda r: r.key):
@@ -596,7 +590,7 @@ class RunLine:
             raise invalid([FieldViolation("epoch", text)])
 
     def begin_epoch(self, epoch: int) -> list[Action]:
-        """Drops the rest of earlier epochs. The epoch is durable with the next row that is saved."""
+        """Drops what is left of earlier epochs. The epoch is durable with the next row that is saved."""
         if epoch <= self.epoch:
             return []
         self._log.epochs[self.run_id] = epoch
@@ -606,7 +600,6 @@ class RunLine:
         return actions
 
     def check_not_stale(self, epoch: int) -> None:
-        """Raises STALE_EPOCH."""
         if epoch < self.epoch:
             raise MeshError(
                 Reason.STALE_EPOCH,

@@ -1,7 +1,4 @@
-"""The rows of the hub's log, a JSON object each: the hub's own, its versions and its groups of engines. No I/O.
-
-Times in rows are wall-clock seconds, since they outlive the process.
-"""
+"""The rows of the hub's log, as JSON objects; times are wall-clock seconds, since they outlive the process. No I/O."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ def hub_of(row: JsonObject) -> tuple[Mapping[str, int], Sequence[str], int]:
 
 
 def version(record: VersionRecord, revision: int, wall_minus_monotonic_s: float) -> JsonObject:
-    """The row of a version as of `revision`; one whose decision is under way is written as decided."""
+    """The row of a version as of `revision`; one that is being decided is written as decided."""
     as_of: dict[str, object] = {"revision": revision, "sealed_s": record.sealed_s + wall_minus_monotonic_s}
     if record.deciding:
         as_of["state"] = VersionState.COMMITTING

@@ -1,7 +1,6 @@
 """The hub's records of versions and engines, the legal moves of a version, and the coordinator's actions.
 
-Plain data without I/O: the coordinator turns events and the time into the actions below, the hub carries them out in
-order. Times are seconds of one monotonic clock.
+Plain data without I/O. Times are seconds of one monotonic clock.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from meshrl.wire.values import JsonObject
 
 
 class Key(NamedTuple):
-    """Names a version. On the line of a run, a later epoch supersedes every version of an earlier one."""
+    """Names a version. A later epoch supersedes every version of an earlier one."""
 
     run_id: str
     epoch: int
@@ -57,7 +56,7 @@ SERVING = frozenset({AgentState.READY, AgentState.FETCHING, AgentState.PREPARED,
 
 @dataclass(kw_only=True)
 class Attempt:
-    """An ActivateVersion call, or several that joined, waiting for its version."""
+    """ActivateVersion calls that wait for a version."""
 
     min_ready: int
     policy: ActivationPolicy
@@ -68,7 +67,7 @@ class Attempt:
 
 @dataclass(kw_only=True)
 class VersionRecord:
-    """One version at the hub. Everything but `attempt` and `deciding` can be read back from the log."""
+    """One version at the hub."""
 
     key: Key
     artifact_id: str
@@ -116,7 +115,7 @@ class VersionRecord:
         return self.deciding or (self.attempt is not None and self.state is VersionState.SEALED)
 
     def info(self, wall_offset_s: float | None = None) -> VersionInfo:
-        """As the contract has it, with the time of its seal if the offset of the wall clock is known."""
+        """With the time of its seal if the offset of the wall clock is given."""
         return VersionInfo(
             run_id=self.key.run_id,
             epoch=self.key.epoch,
@@ -149,10 +148,7 @@ class VersionRecord:
 
 @dataclass(kw_only=True, eq=False)
 class EngineLine:
-    """One engine on the line of one run: its last report about it, and the last command.
-
-    `serving` and `root` are its reported version and weights.
-    """
+    """One engine on the line of one run: its last report, and the last command."""
 
     engine: EngineRecord
     state: AgentState = AgentState.JOINING
@@ -182,13 +178,13 @@ class EngineLine:
 
 @dataclass(kw_only=True, eq=False)
 class EngineRecord:
-    """One engine with a lease: its registration, its reports about all runs, and its `lines`, by run."""
+    """One engine with a lease."""
 
     registration: AgentRegistration
     lease_id: str
     seen_s: float
     connected: bool = False
-    lines: dict[str, EngineLine] = field(default_factory=dict)
+    lines: dict[str, EngineLine] = field(default_factory=dict)  # by run
     served: tuple[ServedVersion, ...] = ()  # every version that it holds, where it lists them
     retired: set[ServedVersion] = field(default_factory=set)  # those of closed runs that it was told to let go of
     group_generation: int | None = None  # group that it says it is in
@@ -202,7 +198,7 @@ class EngineRecord:
         return self.registration.engine_id
 
     def on(self, run_id: str) -> EngineLine:
-        """The engine on the line of a run. Until it reports about it, it serves what it registered with."""
+        """Until the engine reports about a run, it serves what it registered with."""
         line = self.lines.get(run_id)
         if line is None:
             given = self.registration
@@ -212,15 +208,13 @@ class EngineRecord:
         return line
 
     def fits(self, record: VersionRecord) -> bool:
-        """Whether its model has the version's layout."""
         return record.layout_signature in (b"", self.registration.layout_signature)
 
 
 class VersionRecords(Mapping[Key, VersionRecord]):
     """The versions of one line, by key: those that may still be served, and those that ended lately.
 
-    The cost of an agent's report must not grow with the number of versions ever made: it looks at `live` alone, and
-    ended versions are forgotten after a while. Only `move` changes a state.
+    An agent's report looks at `live` alone, so that its cost does not grow. Only `move` changes a state.
     """
 
     def __init__(self) -> None:
@@ -238,7 +232,7 @@ class VersionRecords(Mapping[Key, VersionRecord]):
 
     @property
     def live(self) -> Collection[VersionRecord]:
-        """The versions that are not retired or aborted."""
+        """Those neither retired nor aborted."""
         return self._live.values()
 
     def add(self, record: VersionRecord) -> None:
@@ -287,8 +281,7 @@ class VersionRecords(Mapping[Key, VersionRecord]):
 class Save:
     """Write rows to the log, all or none, and make them durable; after a decision call `Coordinator.decided`.
 
-    `versions` and `groups` are the changed rows, by key and by generation; None for a forgotten one. `run` is the row
-    of the hub itself. `committed` is the outcome that the rows record, if any.
+    `versions` and `groups` are the changed rows, None for a forgotten one; `run` is the row of the hub itself.
     """
 
     run: JsonObject
@@ -300,7 +293,7 @@ class Save:
 
 @dataclass(frozen=True, kw_only=True)
 class Send:
-    """Give a command to an engine over the session of this lease."""
+    """Give an engine a command over the session of its lease."""
 
     engine_id: str
     lease_id: str
@@ -309,7 +302,7 @@ class Send:
 
 @dataclass(frozen=True, kw_only=True)
 class EndSession:
-    """Close the session of a lease that is over."""
+    """Close the session of a lease."""
 
     lease_id: str
 
