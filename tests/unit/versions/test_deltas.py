@@ -161,6 +161,10 @@ def test_pieces_that_are_decoded_together_make_the_same_changes_and_must_each_ho
         unpack(*swapped)
     with pytest.raises(DeltaError, match="beyond its 900"):
         unpack(replace(first, run=replace(first.run, values=900)), second)
+    damaged = replace(first, frames=(b"no frame", *first.frames[1:]))
+    for decode in (unpack, lambda piece: list(decode_on_device([piece], torch.device("cpu"), 2))):
+        with pytest.raises(DeltaError, match="cannot be decompressed"):
+            decode(damaged)
 
 
 def test_few_changes_spread_evenly_take_less_than_a_two_thousandth_and_come_back_beside_many(
@@ -259,7 +263,7 @@ def test_changes_far_apart_and_many_blocks_are_encoded(
     old = np.random.default_rng(1).integers(0, 256, size, dtype=np.uint8)
     new = old.copy()
     new[[0, 68, 69, 900, size - 2, size - 1]] ^= np.uint8(0x81)
-    assert sum(run.values * run.width for run in runs_of(plan)) == size
+    assert sum(run.values * run.width for run in Rows(plan).runs) == size
     pieces = read_stream(write_stream([packed for _, packed in encode(Rows(plan), old, new, threads)]))
     assert sum(piece.changed for piece in pieces) == 4
     assert [run.values for run in runs_of(plan, [(0, 68), (68, 2200)])] == [17, 1000, 100]

@@ -75,12 +75,12 @@ class Packed:
         return sum(map(len, self.frames)) + len(self.lows)
 
 
-def runs_of(tensors: Sequence[TensorEntry], spans: Iterable[tuple[int, int]] | None = None) -> list[Stretch]:
-    """Cuts the byte stream of `tensors`, or (offset, length) `spans` of it, into runs of at most BLOCK_VALUES."""
+def runs_of(tensors: Sequence[TensorEntry], spans: Iterable[tuple[int, int]]) -> list[Stretch]:
+    """Cuts (offset, length) `spans` of the byte stream of `tensors` into runs of at most BLOCK_VALUES."""
     found: list[Stretch] = []
     starts = [entry.offset for entry in tensors]
     areas: list[list[int]] = []  # start, end, width
-    for start, length in [(0, sum(entry.num_bytes for entry in tensors))] if spans is None else spans:
+    for start, length in spans:
         first = max(0, bisect_right(starts, start) - 1)
         for entry in islice(tensors, first, bisect_left(starts, start + length, first)):
             width = DTYPES[entry.dtype].itemsize
@@ -109,9 +109,8 @@ class Rows:
 
     def __init__(self, tensors: Sequence[TensorEntry], spans: Sequence[tuple[int, int]] | None = None) -> None:
         """`spans` are (offset, length), rising; None is the whole stream."""
-        self.runs = runs_of(tensors, spans)
         spans = [(0, sum(entry.num_bytes for entry in tensors))] if spans is None else spans
-        self.num_bytes = sum(length for _, length in spans)
+        self.runs = runs_of(tensors, spans)
         self._offsets = np.array([offset for offset, _ in spans], dtype=np.int64)
         self._before = np.cumsum([0, *(length for _, length in spans)], dtype=np.int64)[:-1]
         self.at: list[int] = self.place(np.array([run.start for run in self.runs], dtype=np.int64)).tolist()
@@ -214,16 +213,6 @@ def unpack(*pieces: Packed) -> Changes:
     return Changes(run=run, places=places, steps=unzigzag(codes))
 
 
-def streams_of(pieces: Sequence[Packed]) -> tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.uint8]]:
-    """The gaps, steps and escapes of pieces. Raises DeltaError."""
-    decompressor = zstandard.ZstdDecompressor()  # for one thread
-    gaps, steps, escapes = (
-        np.concatenate([_decompressed(decompressor, piece.frames[stream], piece.raw[stream]) for piece in pieces])
-        for stream in range(3)
-    )
-    return gaps, steps, escapes
-
-
 def lows_of(pieces: Sequence[Packed]) -> NDArray[np.uint8] | None:
     """The low bytes of the gaps of pieces, 0 for those without; None where no piece has any."""
     if not any(len(piece.lows) for piece in pieces):
@@ -232,13 +221,18 @@ def lows_of(pieces: Sequence[Packed]) -> NDArray[np.uint8] | None:
     return np.concatenate(found)
 
 
-def streams_at_once(pieces: Sequence[Packed], threads: int) -> list[NDArray[np.uint8]]:
-    """As `streams_of`, in one call on so many threads: each call that ends would wait for the interpreter's lock."""
+def streams_of(pieces: Sequence[Packed], threads: int = 1) -> list[NDArray[np.uint8]]:
+    """The gaps, steps and escapes of pieces, in one call: each that ends waits for the interpreter's lock.
+
+    Raises DeltaError.
+    """
     held = [[piece for piece in pieces if piece.raw[stream]] for stream in range(3)]
     frames = [(piece.frames[stream], piece.raw[stream]) for stream in range(3) for piece in held[stream]]
-    if any(zstandard.frame_content_size(frame) != size for frame, size in frames):  # before any room is made for it
-        raise DeltaError("a frame does not hold the bytes that its piece names")
+    if not frames:
+        return [np.empty(0, np.uint8)] * 3
     try:
+        if any(zstandard.frame_content_size(frame) != size for frame, size in frames):  # before any room is made for it
+            raise DeltaError("a frame does not hold the bytes that its piece names")
         found = zstandard.ZstdDecompressor().multi_decompress_to_buffer([frame for frame, _ in frames], threads=threads)
     except (zstandard.ZstdError, ValueError) as error:
         raise DeltaError(f"a frame cannot be decompressed: {error}") from error
@@ -255,17 +249,6 @@ def check_counts(pieces: Sequence[Packed], gap_bytes: NDArray[np.uint8], step_by
         if (ends, wide * piece.run.width) != (piece.changed, piece.raw[2]):
             raise DeltaError(f"the piece at {piece.run.start} does not hold the {piece.changed} changes that it names")
         gaps, changed = gaps + piece.raw[0], changed + piece.changed
-
-
-def _decompressed(decompressor: zstandard.ZstdDecompressor, frame: Frame, size: int) -> NDArray[np.uint8]:
-    if not size:
-        return np.empty(0, np.uint8)
-    try:
-        if zstandard.frame_content_size(frame) != size:  # before any room is made for it
-            raise DeltaError(f"a frame does not hold the {size} bytes that its piece names")
-        return np.frombuffer(decompressor.decompress(frame), dtype=np.uint8)
-    except zstandard.ZstdError as error:
-        raise DeltaError(f"a frame cannot be decompressed: {error}") from error
 
 
 def write_stream(pieces: Sequence[Packed]) -> NDArray[np.uint8]:

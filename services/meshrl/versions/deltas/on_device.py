@@ -27,7 +27,7 @@ from meshrl.versions.deltas.codec import (
     compress,
     is_sparse,
     lows_of,
-    streams_at_once,
+    streams_of,
 )
 
 AREA_VALUES = 2**27
@@ -166,7 +166,7 @@ def decode_on_device(
     change, rising, and by how many steps (C,). Raises DeltaError.
     """
     for group in batches([piece for piece in pieces if piece.changed], DECODED_CHANGES):
-        streams = streams_at_once(group, num_threads)
+        streams = streams_of(group, num_threads)
         check_counts(group, *streams[:2])
         width = group[0].run.width
         gaps, steps = (torch.from_numpy(stream).to(device) for stream in streams[:2])
