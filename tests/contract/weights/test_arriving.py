@@ -75,9 +75,9 @@ async def published(mesh: Mesh, version: int, state: Mapping[str, torch.Tensor])
     await mesh.activate(version)
 
 
-async def begun(mesh: Mesh, engine: MemoryEngine) -> tuple[WeightAgent, Upload]:
+async def begun(mesh: Mesh, engine: MemoryEngine, **more: Any) -> tuple[WeightAgent, Upload]:
     """An engine that serves version 0 and fetches version 1, of which three chunks are at the hub."""
-    agent: WeightAgent = mesh.start_agent("e0", engine)
+    agent: WeightAgent = mesh.start_agent("e0", engine, **more)
     await published(mesh, 0, make_state(1))
     upload = await Upload.of(mesh, 1, make_state(2))
     upload.send(upload.chunks[:3])
@@ -129,8 +129,8 @@ async def test_broken_upload_that_goes_on_is_followed_on(mesh: Mesh, engine: Mem
 async def test_engine_that_gave_up_on_an_upload_prepares_the_version_once_it_is_sealed(
     mesh: Mesh, engine: MemoryEngine
 ) -> None:
-    agent, upload = await begun(mesh, engine)
-    await mesh.until(lambda: line_of(agent).state is AgentState.READY, deadline_s=20.0)  # fetch_stall_s
+    agent, upload = await begun(mesh, engine, stall_s=2.0)
+    await mesh.until(lambda: line_of(agent).state is AgentState.READY)
     await mesh.until(lambda: any(one.last_fault is not None for one in mesh.hub.list_engines("")))
     (info,) = mesh.hub.list_engines("")
     assert (info.last_fault.reason, info.routable) == (Reason.UNREACHABLE.name, True)

@@ -10,6 +10,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from inference_kit import line_of
+from meshrl.inference.agent import agent
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import ActivationPolicy, AgentState, Transport, VersionState
 from weight_mesh import MemoryEngine, Mesh, make_state
@@ -36,16 +37,7 @@ async def test_engine_serves_each_activated_version_to_the_bit(
     assert (info.engine_id, info.state, info.serving_version, info.routable) == ("e0", AgentState.READY, 3, True)
 
 
-async def test_engine_generates_while_it_prepares_and_pauses_only_to_swap(mesh: Mesh, engine: MemoryEngine) -> None:
-    mesh.start_agent("e0", engine)
-    await mesh.publisher(Transport.STREAM).publish(0, make_state(1))
-    await mesh.until(lambda: engine.shadow is not None)
-    assert engine.history == ["stage 0"]
-    await mesh.activate(0)
-    assert engine.history == ["stage 0", "pause", "apply 0", "resume"]
-
-
-async def test_the_span_of_a_swap_has_the_pause_of_its_report(
+async def test_engine_generates_while_it_prepares_and_pauses_only_to_swap_as_its_span_has_it(
     mesh: Mesh, engine: MemoryEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exporter, provider = InMemorySpanExporter(), TracerProvider()
@@ -53,7 +45,10 @@ async def test_the_span_of_a_swap_has_the_pause_of_its_report(
     monkeypatch.setattr("meshrl.inference.agent.agent.trace.get_tracer", provider.get_tracer)
     mesh.start_agent("e0", engine)
     await mesh.publisher(Transport.STREAM).publish(0, make_state(1))
+    await mesh.until(lambda: engine.shadow is not None)
+    assert engine.history == ["stage 0"]
     activation = await mesh.activate(0)
+    assert engine.history == ["stage 0", "pause", "apply 0", "resume"]
     (attributes,) = [span.attributes for span in exporter.get_finished_spans() if span.name == "rl.sync.apply"]
     pause_s = activation.engines[0].applied.pause_s
     assert attributes is not None
@@ -128,12 +123,14 @@ async def test_engine_that_needs_longer_than_the_trainer_serves_what_it_began_an
     assert [done for done in slow.history if done.startswith("apply")] == ["apply 0", "apply 3"]
 
 
-async def test_gang_resumes_only_when_every_engine_has_applied(mesh: Mesh, engine: MemoryEngine) -> None:
-    slow = MemoryEngine(make_state(5))
-    may_apply = asyncio.Event()
+async def test_gang_that_no_hub_resumes_goes_on_after_a_while(
+    mesh: Mesh, engine: MemoryEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent, "HOLD_S", 0.5)
+    slow, never = MemoryEngine(make_state(5)), asyncio.Event()
 
     async def wait_for_it() -> None:
-        await may_apply.wait()
+        await never.wait()
 
     slow.before_apply = wait_for_it
     mesh.start_agent("fast", engine)
@@ -142,13 +139,12 @@ async def test_gang_resumes_only_when_every_engine_has_applied(mesh: Mesh, engin
     await mesh.publisher(Transport.FILESYSTEM).publish(0, make_state(1))
     activation = asyncio.create_task(mesh.activate(0, policy=ActivationPolicy.GANG))
     await mesh.until(lambda: engine.version == 0)
-    await asyncio.sleep(0.1)
-    assert engine.paused
-    may_apply.set()
-    reports = {report.engine_id: report.applied for report in (await activation).engines}
-    assert not engine.paused
-    assert not slow.paused
-    assert reports["fast"].pause_s >= 0.1
+    await mesh.kill_hub()
+    await mesh.until(lambda: not engine.paused)
+    assert engine.holds(make_state(1))
+    never.set()
+    activation.cancel()
+    await asyncio.wait({activation})
 
 
 async def test_rolling_commit_lets_each_engine_resume_on_its_own(mesh: Mesh, engine: MemoryEngine) -> None:
@@ -186,7 +182,8 @@ async def test_a_hub_that_drains_finishes_its_commit_and_takes_nothing_new(
     activating = asyncio.create_task(mesh.activate(0))
     await applying.wait()
     draining = asyncio.create_task(mesh.hub.drain(None))
-    for refused in (lambda: mesh.activate(0), lambda: mesh.publisher(Transport.STREAM).publish(1, make_state(2))):
+    late = mesh.publisher(Transport.STREAM, retry_for_s=0.1)
+    for refused in (lambda: mesh.activate(0), lambda: late.publish(1, make_state(2))):
         with pytest.raises(MeshError) as error:
             await refused()
         assert error.value.reason is Reason.DRAINING

@@ -213,13 +213,13 @@ class Mesh:
         engine: MemoryEngine,
         spool_dir: Path | None = None,
         ahead: VersionAhead | None = None,
+        stall_s: float = 20.0,
     ) -> WeightAgent:
         agent = WeightAgent(
             self.client(),
             engine,
-            Membership(engine_id=engine_id, broadcast=WeightBroadcastConfig(stall_s=3.0), output_dir=self.folder),
+            Membership(engine_id=engine_id, broadcast=WeightBroadcastConfig(stall_s=stall_s), output_dir=self.folder),
             "127.0.0.1:8000",
-            hold_deadline_s=3.0,
             spool_dir=spool_dir,
             ahead=ahead,
         )

@@ -68,6 +68,7 @@ from meshrl.wire.types import (
 
 _PERMANENT = frozenset({Reason.CONTRACT_MISMATCH, Reason.INVALID_REQUEST, Reason.NOT_SUPPORTED})
 APPLY_DEADLINE_S = 60.0
+HOLD_S = 30.0  # a gang's pause, if the hub never ends it
 PROBE_DEADLINE_S = 10.0  # an engine without room for one more prompt has none until requests end
 SLEEP_DEADLINE_S = 240.0  # to fall asleep or wake up, beyond what an engine gives itself
 STOOD_S = 5.0  # a session that lasted as long was a good one
@@ -118,7 +119,6 @@ class WeightAgent:
         membership: Membership,
         address: str,
         *,
-        hold_deadline_s: float = 30.0,
         spool_dir: Path | None = None,
         url: str = "",
         away_s: float | None = None,
@@ -127,8 +127,8 @@ class WeightAgent:
     ) -> None:
         """`address` is the host:port at which the engine serves; `url` is the hub's way to it, if another.
 
-        hold_deadline_s: ends a gang's pause if the hub never does; spool_dir: as of `Spool`; away_s: the agent ends
-        once the hub was away so long, None is never; ahead: what came while the engine started, which is closed here.
+        spool_dir: as of `Spool`; away_s: the agent ends once the hub was away so long, None is never; ahead: what came
+        while the engine started, which is closed here.
         """
         self._client = client
         self._engine = engine
@@ -144,7 +144,6 @@ class WeightAgent:
         self._max_probe_error = broadcast.max_probe_error
         self.downloader = Downloader(client, LinkLimits.of(broadcast), broadcast.relays)
         self._signature = manifests.layout_signature(engine.layout())
-        self._hold_deadline_s = hold_deadline_s
         self.machine = AgentMachine(version=engine.version)
         self._lease: Lease | None = None
         self._registered: tuple[str, ...] = ()  # capabilities
@@ -469,9 +468,9 @@ class WeightAgent:
         return kept
 
     async def _end_hold(self, line: LineMachine, version: int) -> None:
-        await asyncio.sleep(self._hold_deadline_s)  # the version is decided, so it may be served
+        await asyncio.sleep(HOLD_S)  # the version is decided, so it may be served
         if line.held and line.version == version:
-            logger.warning("no resume came for version {} in {:g} s; going on alone", version, self._hold_deadline_s)
+            logger.warning("no resume came for version {} in {:g} s; going on alone", version, HOLD_S)
             self._spawn(self._resume())
 
     async def _resume(self) -> None:
