@@ -1,8 +1,8 @@
-"""Trainers that broadcast versions over gloo: one of one process, and the sender ranks of one of two."""
+"""A trainer of one process that broadcasts versions over gloo."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -14,14 +14,10 @@ from meshrl.models.state import hf_state
 from meshrl.trainer.publishing.publisher import Publisher, PublishReport
 from meshrl.trainer.publishing.snapshots import PublicationSettings, Snapshotter
 from meshrl.training.parallel.rank_group import RankGroup
-from meshrl.versions.collective.communicator import open_store, reach_store
-from meshrl.versions.collective.plan import PublishPlan, rows_of
-from meshrl.versions.snapshot import Captured, take_snapshot
+from meshrl.versions.collective.communicator import open_store
 from meshrl.versions.transports.base import VersionLine
-from meshrl.versions.transports.broadcast import CPU, BroadcastShare, BroadcastTransport
-from meshrl.versions.transports.rank_calls import RankCalls, RankCallThread
-from meshrl.wire.manifest import plan_tensors
-from meshrl.wire.types import CollectivePlan
+from meshrl.versions.transports.broadcast import BroadcastShare, BroadcastTransport
+from meshrl.versions.transports.rank_calls import RankCalls
 from served_engine import ServedEngine
 
 DEADLINE_S = 2.0
@@ -73,36 +69,3 @@ async def trainer(model: str, hub: str, epoch: int = 1, **more: Any) -> AsyncIte
         made = Trainer(model, client, epoch, **more)
         yield made
         await made.publisher.close()
-
-
-class TwoRanks:
-    """The shares of two sender ranks, each with its own thread, and rank 0's transport and publisher."""
-
-    def __init__(
-        self, weights: Mapping[str, torch.Tensor], client: WeightSyncClient, *, bucket_bytes: int, **more: Any
-    ) -> None:
-        self.store = open_store("127.0.0.1", deadline_s=30.0)
-        address = f"127.0.0.1:{self.store.port}"
-        self.plan = PublishPlan(
-            tensors=plan_tensors((name, "float32", tuple(tensor.shape)) for name, tensor in weights.items()),
-            collective=CollectivePlan(num_senders=2, bucket_bytes=bucket_bytes),
-        )
-        self.shares = [
-            BroadcastShare(
-                sender=sender, device=CPU, store_address=address, backend="gloo", deadline_s=DEADLINE_S, plan=self.plan
-            )
-            for sender in range(2)
-        ]
-        RankCallThread(self.shares[1], reach_store(address, deadline_s=30.0), rank=1)
-        line, calls = VersionLine(run_id="main", epoch=1), RankCalls(self.shares[0], self.store, num_ranks=2)
-        self.transport = BroadcastTransport(
-            line, calls, self.shares[0], self.plan, client, self.store, watch_s=0.1, **more
-        )
-        self.publisher = Publisher(client, self.transport)
-
-    async def publish(self, version: int, weights: Mapping[str, torch.Tensor]) -> PublishReport:
-        for sender, share in enumerate(self.shares):
-            share.release_snapshot()
-            rows = {name: tensor[slice(*rows_of(len(tensor), sender, 2))] for name, tensor in weights.items()}
-            share.held.put(version, take_snapshot(self.plan, rows, sender, CPU))
-        return await self.publisher.publish(version, Captured())

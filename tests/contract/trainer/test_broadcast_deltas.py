@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import polling
-from broadcasting_trainer import DEADLINE_S, Trainer, TwoRanks, trainer
+from broadcasting_trainer import DEADLINE_S, Trainer, trainer
 from meshrl.client import WeightSyncClient
 from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.models.state import hf_state
@@ -20,6 +20,7 @@ from meshrl.versions.transports.rows import SetBase
 from meshrl.versions.uploads import Peers, Uploader
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Manifest, Transport, VersionKind, capabilities
+from sender_ranks import TwoRanks
 from served_engine import ServedEngine, activate, serving_engine
 
 FULL, DELTA = VersionKind.FULL, VersionKind.DELTA
@@ -30,8 +31,11 @@ ANCHOR_EVERY = 6
 class Deaf(EmbeddedEngine):
     """Joins groups and takes versions in full, but no byte of a delta."""
 
+    is_receiving = False
+
     async def receive(self, manifest: Manifest) -> None:
         if manifest.kind is DELTA:
+            self.is_receiving = True
             await asyncio.sleep(3600)
         await super().receive(manifest)
 
@@ -117,7 +121,7 @@ async def test_engine_killed_in_the_middle_of_a_delta_tears_no_other(model: str,
         assert await step(training, hub, 0, good, dies) is FULL
         before = {name: tensor.clone() for name, tensor in hf_state(dies.model).items()}
         publishing = asyncio.create_task(training.publish(1, changed=FEW))
-        await asyncio.sleep(0.5)
+        await polling.until(lambda: dies.engine.is_receiving)
         await dies.kill()
         await asyncio.wait_for(publishing, DEADLINE_S + 30.0)
         _, manifest = await activate(hub, 1, min_ready=1)
@@ -228,7 +232,7 @@ async def test_version_that_is_prepared_again_is_the_same_and_one_that_was_captu
 async def test_two_ranks_broadcast_the_deltas_of_their_rows(model: str, hub: str) -> None:
     weights: dict[str, Any] = dict(hf_state(AutoModelForCausalLM.from_pretrained(model)))
     async with WeightSyncClient(hub) as client, serving_engine(model, hub) as served:
-        ranks = TwoRanks(weights, client, bucket_bytes=2048, anchor_every=64)
+        ranks = TwoRanks(weights, client, run_id="main", bucket_bytes=2048, deadline_s=DEADLINE_S, anchor_every=64)
         kinds = []
         for version in range(4):
             generator = torch.Generator().manual_seed(version)

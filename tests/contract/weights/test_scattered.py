@@ -9,18 +9,11 @@ from contextlib import asynccontextmanager
 import torch
 
 from meshrl.inference.engine import CollectiveSupport
-from meshrl.trainer.publishing.publisher import Publisher
 from meshrl.versions.collective.broadcasting import Receiver
-from meshrl.versions.collective.communicator import open_store, reach_store
-from meshrl.versions.collective.plan import PublishPlan, rows_of
 from meshrl.versions.placement import WeightPlacement, check_parts
-from meshrl.versions.snapshot import Captured, take_snapshot
-from meshrl.versions.transports.base import VersionLine
-from meshrl.versions.transports.broadcast import BroadcastShare, BroadcastTransport
-from meshrl.versions.transports.rank_calls import RankCalls, RankCallThread
-from meshrl.wire.manifest import plan_tensors
-from meshrl.wire.types import CollectivePlan, JoinGroup, Manifest
+from meshrl.wire.types import JoinGroup, Manifest
 from placed_engine import PlacedRank, State, placement_of, state_of
+from sender_ranks import TwoRanks
 from weight_mesh import MemoryEngine, Mesh
 
 CPU = torch.device("cpu")
@@ -86,51 +79,27 @@ class Divided(MemoryEngine):
         return True
 
 
-class TwoSenders:
-    """A trainer of two ranks that have each half of the rows of every tensor."""
-
-    def __init__(self, mesh: Mesh) -> None:
-        self.store = open_store("127.0.0.1", deadline_s=DEADLINE_S)
-        address = f"127.0.0.1:{self.store.port}"
-        state = state_of(0)
-        tensors = plan_tensors((n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in state.items())
-        self.plan = PublishPlan(tensors=tensors, collective=CollectivePlan(num_senders=2, bucket_bytes=100))
-        self.shares = [
-            BroadcastShare(
-                sender=sender, device=CPU, store_address=address, backend="gloo", deadline_s=DEADLINE_S, plan=self.plan
-            )
-            for sender in range(2)
-        ]
-        RankCallThread(self.shares[1], reach_store(address, deadline_s=DEADLINE_S), rank=1)
-        line, calls = VersionLine(run_id="run", epoch=1), RankCalls(self.shares[0], self.store, num_ranks=2)
-        client = mesh.client()
-        transport = BroadcastTransport(line, calls, self.shares[0], self.plan, client, self.store, watch_s=0.1)
-        self.publisher = Publisher(client, transport)
-
-    async def publish(self, version: int, state: State) -> bool:
-        """Returns whether it was scattered."""
-        for sender, share in enumerate(self.shares):
-            rows = {name: tensor[slice(*rows_of(len(tensor), sender, 2))] for name, tensor in state.items()}
-            share.held.put(version, take_snapshot(self.plan, rows, sender, CPU))
-        await self.publisher.publish(version, Captured())
-        return self.shares[0].scatters
-
-
 @asynccontextmanager
-async def two_senders(mesh: Mesh) -> AsyncIterator[TwoSenders]:
-    made = TwoSenders(mesh)
+async def two_ranks(mesh: Mesh) -> AsyncIterator[TwoRanks]:
+    made = TwoRanks(state_of(0), mesh.client(), run_id="run", bucket_bytes=100, deadline_s=DEADLINE_S)
     yield made
     await made.publisher.close()
+
+
+async def scatters(trainer: TwoRanks, version: int, state: State) -> bool:
+    """Publishes a version; returns whether it was scattered."""
+    await trainer.publish(version, state)
+    return trainer.shares[0].scatters
 
 
 async def test_ranks_that_have_loaded_a_version_get_their_parts_of_the_next(mesh: Mesh) -> None:
     engine = Divided()
     mesh.start_agent("divided", engine)
     await mesh.until_registered()
-    async with two_senders(mesh) as trainer:
+    async with two_ranks(mesh) as trainer:
         for version in range(3):
             state = state_of(version + 1)
-            assert await trainer.publish(version, state) is (version > 0)
+            assert await scatters(trainer, version, state) is (version > 0)
             await mesh.activate(version)
             assert engine.computes_with(state)
     whole = trainer.plan.num_bytes
@@ -143,20 +112,20 @@ async def test_a_group_with_a_new_engine_is_broadcast_to_and_then_scattered_only
     engines = [Divided(), Divided()]
     mesh.start_agent("first", engines[0])
     await mesh.until_registered()
-    async with two_senders(mesh) as trainer:
+    async with two_ranks(mesh) as trainer:
         found = []
         for version in range(5):
             if version == 2:
                 mesh.start_agent("second", engines[1])
                 await mesh.until_registered(2)
-            found.append(await trainer.publish(version, state_of(version)))
+            found.append(await scatters(trainer, version, state_of(version)))
             await mesh.activate(version)
             assert all(engine.computes_with(state_of(version)) for engine in engines[: 1 + (version >= 2)])
         assert found == [False, True, False, False, False]  # two senders would send all of it to each of two engines
         await mesh.kill_agent("second")
         await engines[1].leave_group()
         await mesh.until(lambda: "second" not in mesh.hub.coordinator.pool.engines)
-        assert await trainer.publish(5, state_of(5))
+        assert await scatters(trainer, 5, state_of(5))
         await mesh.activate(5)
         assert engines[0].computes_with(state_of(5))
 
@@ -165,7 +134,7 @@ async def test_after_a_scattered_version_that_broke_off_the_next_is_broadcast(me
     engine = Divided()
     mesh.start_agent("divided", engine)
     await mesh.until_registered()
-    async with two_senders(mesh) as trainer:
+    async with two_ranks(mesh) as trainer:
         for version in range(2):
             await trainer.publish(version, state_of(version))
             await mesh.activate(version)
@@ -174,7 +143,7 @@ async def test_after_a_scattered_version_that_broke_off_the_next_is_broadcast(me
         engine.breaks_off = False
         assert engine.version == 1
         for version in (3, 4):
-            assert not await trainer.publish(version, state_of(version))
+            assert not await scatters(trainer, version, state_of(version))
             await mesh.activate(version)
             assert engine.computes_with(state_of(version))
     assert engine.received_bytes[-1] == [trainer.plan.num_bytes] * RANKS
