@@ -166,7 +166,7 @@ async def test_torn_engine_serves_nothing_until_it_is_seeded_again(mesh: Mesh, e
     assert mesh.hub.list_engines("")[0].routable
 
 
-async def test_agent_killed_between_prepare_and_commit_comes_back_and_catches_up(
+async def test_agent_killed_between_prepare_and_commit_is_waited_for_until_its_lease_is_over_and_catches_up(
     mesh: Mesh, engine: MemoryEngine, transport: Transport
 ) -> None:
     publisher = mesh.publisher(transport)
@@ -177,27 +177,15 @@ async def test_agent_killed_between_prepare_and_commit_comes_back_and_catches_up
     await publisher.publish(0, make_state(1))
     await mesh.until(lambda: killed.shadow is not None)
     await mesh.kill_agent("killed")
-    await mesh.until(lambda: len(mesh.hub.list_engines("")) == 1)  # its lease expired
-    await mesh.activate(0)
+    activation = await mesh.activate(0)
+    assert [report.engine_id for report in activation.engines] == ["steady"]
+    assert [info.engine_id for info in await mesh.client().list_engines()] == ["steady"]
     assert killed.version is None
     restarted = MemoryEngine(make_state(5))
     mesh.start_agent("killed", restarted)
     await mesh.until(lambda: restarted.version == 0)
     assert restarted.holds(make_state(1))
     await mesh.until(lambda: all(info.routable for info in mesh.hub.list_engines("")))
-
-
-async def test_lease_that_expires_drops_the_engine_and_activation_goes_on_without_it(
-    mesh: Mesh, engine: MemoryEngine
-) -> None:
-    mesh.start_agent("steady", engine)
-    mesh.start_agent("silent", MemoryEngine(make_state(5)))
-    await mesh.until_registered(2)
-    await mesh.kill_agent("silent")
-    await mesh.publisher(Transport.STREAM).publish(0, make_state(1))
-    activation = await mesh.activate(0)
-    assert [report.engine_id for report in activation.engines] == ["steady"]
-    assert [info.engine_id for info in await mesh.client().list_engines()] == ["steady"]
 
 
 async def test_restarted_hub_replays_its_log_and_goes_forward(

@@ -12,16 +12,12 @@ import pytest
 
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import (
-    Adapter,
     artifact_id,
     build_manifest,
     digest,
-    entries_of,
     layout_signature,
-    plan_tensors,
 )
 from meshrl.wire.types import (
-    AdapterConfig,
     AgentCommand,
     AgentRegistration,
     AgentReport,
@@ -31,7 +27,6 @@ from meshrl.wire.types import (
     ChunkEntry,
     CollectivePlan,
     Commit,
-    FileEntry,
     GroupMember,
     JoinGroup,
     Manifest,
@@ -206,41 +201,6 @@ async def test_a_version_that_travels_in_a_group_has_no_bytes_at_the_hub(mesh: M
     await mesh.client().abort_version(run_id="run", epoch=1, version=0, message="")
     folder = mesh.folder / "weight_hub" / "artifacts"
     await mesh.until(lambda: list(folder.iterdir()) == [])
-
-
-async def test_an_adapter_is_staged_sealed_and_prepared_like_a_full_version(
-    mesh: Mesh, line: Callable[..., Line], transport: Transport
-) -> None:
-    data = bytes(range(16))
-    path = mesh.folder / "adapter.bin"
-    path.write_bytes(data)
-    plans = plan_tensors([("base_model.model.q_proj.lora_A.weight", "float32", (1, 4))])
-    tensors, chunks = entries_of(memoryview(data), plans, 4096)
-    files = (FileEntry(path=str(path), offset=0, num_bytes=16),) if transport is Transport.FILESYSTEM else ()
-    manifest = build_manifest(
-        run_id="run",
-        epoch=1,
-        version=0,
-        transport=transport,
-        tensors=tensors,
-        chunks=chunks,
-        files=files,
-        adapter=Adapter(
-            config=AdapterConfig(rank=1, lora_alpha=2.0, target_modules=("q_proj",)), base_layout=b"l" * 32
-        ),
-    )
-    client = mesh.client()
-
-    async def pieces() -> AsyncIterator[Chunk]:
-        yield Chunk(offset=0, data=data, crc32c=google_crc32c.value(data))
-
-    staged = await client.create_version(manifest, pieces() if transport is Transport.STREAM else None)
-    await client.seal_version(run_id="run", epoch=1, version=0, artifact_id=staged.artifact_id)
-    a = line("a")
-    await a.dial()
-    assert await a.told() == Prepare(version=0, artifact_id=staged.artifact_id, run_id="run", epoch=1)
-    assert (await client.get_manifest(artifact_id=staged.artifact_id))[0] == manifest
-    assert b"".join([bytes(chunk.data) async for chunk in client.fetch(staged.artifact_id)]) == data
 
 
 async def test_a_hub_killed_in_each_state_of_a_collective_version_goes_on_with_it(

@@ -38,17 +38,21 @@ async def older_mesh(mesh: Mesh, tmp_path: Path) -> AsyncIterator[Mesh]:
 
 
 @pytest.mark.timeout(180)
-async def test_versions_go_through_a_hub_of_1_0(older_mesh: Mesh, engine: MemoryEngine, transport: Transport) -> None:
+async def test_versions_go_through_a_hub_of_1_0_without_what_it_lacks(
+    older_mesh: Mesh, engine: MemoryEngine, transport: Transport
+) -> None:
     changed = {name: tensor.clone() for name, tensor in make_state(1).items()}
     changed["model.norm.weight"][:3] += 1.0
     lines: list[str] = []
     sink = logger.add(lines.append, level="WARNING")
     publisher = older_mesh.publisher(transport, anchor_every=4)
+    probe = VersionProbe(token_ids=(1, 2), logprobs=(-1.0,))
     older_mesh.start_agent("e0", engine)
     kinds = []
     for version, weights in enumerate((make_state(1), changed)):
-        report = await publisher.publish(version, weights)
+        report = await publisher.publish(version, weights, probe=probe)
         found = await publisher.client.find_version("run", version, artifact_id=report.artifact_id)
+        assert found.manifest.probe is None
         kinds.append(found.manifest.kind)
         await publisher.client.activate_version(run_id="run", version=version, prepare_deadline_s=30.0)
         assert engine.holds(weights)
@@ -56,30 +60,9 @@ async def test_versions_go_through_a_hub_of_1_0(older_mesh: Mesh, engine: Memory
     streamed = transport is Transport.STREAM
     assert kinds == [VersionKind.FULL, VersionKind.DELTA if streamed else VersionKind.FULL]
     assert sum("lacks the capability deltas.files" in line for line in lines) == (0 if streamed else 1)
-
-
-@pytest.mark.timeout(180)
-async def test_a_hub_of_1_0_is_sent_no_probes_and_one_line_names_what_it_lacks(
-    older_mesh: Mesh, engine: MemoryEngine
-) -> None:
-    lines: list[str] = []
-    sink = logger.add(lines.append, level="WARNING")
-    publisher = older_mesh.publisher(Transport.STREAM)
-    probe = VersionProbe(token_ids=(1, 2), logprobs=(-1.0,))
-    older_mesh.start_agent("e0", engine)
-    for version in range(2):
-        await publisher.publish(version, make_state(version), probe=probe)
-        found = await publisher.client.find_version("run", version, artifact_id="")
-        assert found.manifest.probe is None
-        await publisher.client.activate_version(run_id="run", version=version, prepare_deadline_s=30.0)
-    logger.remove(sink)
-    assert engine.holds(make_state(1))
     assert sum("lacks the capability versions.probes" in line for line in lines) == 1
 
-
-@pytest.mark.timeout(180)
-async def test_a_manifest_goes_in_parts_to_a_hub_that_takes_them_alone(older_mesh: Mesh) -> None:
-    manifest = (await older_mesh.publisher(Transport.STREAM).prepare(0, make_state(1))).manifest
+    manifest = (await older_mesh.publisher(Transport.STREAM).prepare(2, make_state(1))).manifest
     client = older_mesh.client(max_message_bytes=1024)
     await client.list_engines()
     with pytest.raises(MeshError, match=r"lacks the capability manifest\.parts") as refused:

@@ -45,20 +45,17 @@ async def listed(client: WeightSyncClient) -> EngineInfo:
     return engine
 
 
-async def test_idle_engine_sleeps_and_stays_routable(
-    mesh: Mesh, engine: MemoryEngine, serving: WeightSyncClient
-) -> None:
+async def test_idle_engine_sleeps_once_and_stays_routable(engine: MemoryEngine, serving: WeightSyncClient) -> None:
     before = await listed(serving)
     assert (before.can_sleep, before.sleeping, before.routable) == (True, False, True)
     assert await counts(serving) == (1, 0)
     after = await listed(serving)
     assert (after.sleeping, after.routable, after.state, after.serving_version) == (True, True, AgentState.READY, 0)
-
-
-async def test_sleeping_twice_is_sleeping_once(engine: MemoryEngine, serving: WeightSyncClient) -> None:
-    assert await counts(serving) == await counts(serving) == (1, 0)
+    assert await counts(serving) == (1, 0)
     assert await asyncio.gather(counts(serving), counts(serving)) == [(1, 0), (1, 0)]
     assert engine.history == ["sleep"]
+    with pytest.raises(MeshError, match="deadline_s"):  # a wait without an end
+        await serving.sleep_engines(deadline_s=0.0)
 
 
 async def test_next_version_wakes_the_engine_and_is_served(
@@ -83,22 +80,18 @@ async def test_request_wakes_the_engine_and_the_hub_hears_of_it(
     assert engine.history == ["sleep", "wake", "sleep"]
 
 
-async def test_engine_that_was_woken_unnoticed_is_not_taken_to_sleep(
+async def test_engine_with_requests_in_flight_stays_awake_and_one_that_was_woken_is_not_taken_to_sleep(
     engine: MemoryEngine, serving: WeightSyncClient
 ) -> None:
-    assert await counts(serving) == (1, 0)
-    engine.in_flight = 1
-    await engine.wake()
-    assert await counts(serving) == (0, 1)  # whatever its last report said
-    assert not (await listed(serving)).sleeping
-
-
-async def test_engine_with_requests_in_flight_stays_awake(engine: MemoryEngine, serving: WeightSyncClient) -> None:
     engine.in_flight = 2
     assert await counts(serving) == (0, 1)
     assert engine.history == []
     engine.in_flight = 0
     assert await counts(serving) == (1, 0)
+    engine.in_flight = 1
+    await engine.wake()
+    assert await counts(serving) == (0, 1)  # whatever its last report said
+    assert not (await listed(serving)).sleeping
 
 
 async def test_engine_that_cannot_sleep_is_counted_and_not_asked(
@@ -182,8 +175,3 @@ async def test_engine_that_is_killed_while_it_falls_asleep_is_waited_for_no_long
     async with asyncio.timeout(60.0):
         asleep, _ = await asking
     assert asleep == 0
-
-
-async def test_wait_without_an_end_is_refused(serving: WeightSyncClient) -> None:
-    with pytest.raises(MeshError, match="deadline_s"):
-        await serving.sleep_engines(deadline_s=0.0)
