@@ -48,8 +48,6 @@ def opo_advantages(rewards_G: Sequence[float], lengths_G: Sequence[int]) -> NDAr
     gradients of different tokens are about orthogonal and alike in norm."""
     rewards = _checked(rewards_G, lengths_G)
     weights = np.asarray(lengths_G, dtype=np.float64)
-    if weights.min() < 0 or weights.sum() == 0:
-        raise ValueError(f"a group's sampled lengths must not be negative nor all zero, got {weights.tolist()}")
     return _relative_to(rewards, np.full_like(rewards, (weights * rewards).sum() / weights.sum()))
 
 

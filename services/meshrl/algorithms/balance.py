@@ -32,10 +32,8 @@ def divide(lengths: Sequence[int], costs: Sequence[float], *, seq_len: int, dp_s
     There are as many rows as first-fit decreasing needs (at most 11/9 of the fewest plus one), rounded up to a multiple
     of dp_size while a row holds several samples. Of three divisions into that many rows the one of least `waiting_cost`
     is taken: first-fit decreasing, each sample (longest first) to the row that costs least, and the latter with the
-    rows beside a very long sample filled up first. Raises ValueError for a sample longer than seq_len.
+    rows beside a very long sample filled up first.
     """
-    if lengths and max(lengths) > seq_len:
-        raise ValueError(f"a sample of {max(lengths)} tokens does not fit into a row of {seq_len}; cut it first")
     rows = _split_for_ranks(_first_fit_decreasing(lengths, seq_len), dp_size)
     if dp_size == 1:
         return sorted(rows, key=lambda row: (-sum(lengths[index] for index in row), row))

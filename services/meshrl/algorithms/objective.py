@@ -58,28 +58,12 @@ class BatchCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """Raises ValueError for constants that make no objective."""
-
     loss: Loss
     normaliser: Normaliser = Normaliser.TOKEN
     fixed_length: int | None = None  # tokens; with FIXED only
     name: str = "default"
     ref_kl_tau: float = 1.0
     ref_kl_delta: float = 4.0
-
-    def __post_init__(self) -> None:
-        if (self.normaliser is Normaliser.FIXED) != (self.fixed_length is not None):
-            raise ValueError(
-                f"fixed_length goes with the normaliser 'fixed' and with no other, got {self.fixed_length} with "
-                f"{self.normaliser.value!r}; set both or neither"
-            )
-        if self.fixed_length is not None and self.fixed_length < 1:
-            raise ValueError(f"fixed_length must be at least 1 token, got {self.fixed_length}")
-        if self.ref_kl_tau < 0.0 or self.ref_kl_delta <= 0.0:
-            raise ValueError(
-                f"ref_kl_tau must not be negative and ref_kl_delta must be positive, got {self.ref_kl_tau} and "
-                f"{self.ref_kl_delta}"
-            )
 
     def rl_divisor(self, counts: BatchCounts) -> int:
         return counts.rl_tokens if self.normaliser is Normaliser.TOKEN else counts.rl_sequences

@@ -94,8 +94,6 @@ def pack_samples(
     group share a beginning of at least this share of their tokens, unless that costs more waiting between ranks than it
     saves. Deterministic. Raises ValueError for inconsistent arrays, and when nothing is left to train on.
     """
-    if seq_len < 2 or dp_size < 1:
-        raise ValueError(f"seq_len must be at least 2 and dp_size at least 1, got {seq_len} and {dp_size}")
     kept: list[TrainSample] = []
     truncated = 0
     for sample in samples:
@@ -158,11 +156,6 @@ def _fit(sample: TrainSample, seq_len: int) -> TrainSample:
         array = getattr(sample, name)
         if array is not None and len(array) != length:
             raise ValueError(f"{what}: {length} token ids and {len(array)} {name}; they must be as many")
-    if (sample.ref_kl_weights is None) != (sample.ref_logprobs is None):
-        raise ValueError(f"{what}: ref_kl_weights and ref_logprobs go together; give both or neither")
-    ids, logprobs = sample.ref_top_ids, sample.ref_top_logprobs
-    if (None if ids is None else ids.shape) != (None if logprobs is None else logprobs.shape):
-        raise ValueError(f"{what}: ref_top_ids and ref_top_logprobs go together, of one shape; give both or neither")
     cut = sample.part(0, seq_len)
     terms = ("loss_mask", "ce_weights", "ref_kl_weights")
     copies = {name: array.copy() for name in terms if (array := getattr(cut, name)) is not None}

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from meshrl.algorithms.advantages import ADVANTAGES, load_custom_advantage, opo_advantages
+from meshrl.algorithms.advantages import ADVANTAGES, load_custom_advantage
 
 
 @pytest.mark.parametrize("kind", sorted(ADVANTAGES))
@@ -16,11 +16,6 @@ def test_equal_rewards_have_no_signal(kind: str) -> None:
 def test_bad_groups_are_refused(kind: str, rewards: list[float], lengths: list[int]) -> None:
     with pytest.raises(ValueError, match="reward"):
         ADVANTAGES[kind](rewards, lengths)
-
-
-def test_opo_refuses_a_group_without_sampled_tokens() -> None:
-    with pytest.raises(ValueError, match="lengths"):
-        opo_advantages([1.0, 0.0], [0, 0])
 
 
 def test_custom_advantage_gets_rewards_and_lengths_and_its_keywords() -> None:

@@ -1,5 +1,3 @@
-import pytest
-
 from meshrl.algorithms.balance import divide, sample_cost, waiting_cost
 
 
@@ -30,8 +28,3 @@ def test_like_rows_stand_at_the_same_micro_step() -> None:
 
 def test_one_rank_keeps_first_fit_decreasing() -> None:
     assert divide([6, 4, 3], [6, 4, 3], seq_len=10, dp_size=1) == [[0, 1], [2]]
-
-
-def test_a_sample_longer_than_a_row_is_refused() -> None:
-    with pytest.raises(ValueError, match="a sample of 11 tokens does not fit into a row of 10"):
-        divide([3, 11], [3, 11], seq_len=10, dp_size=1)

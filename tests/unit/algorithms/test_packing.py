@@ -81,8 +81,6 @@ def test_fillers_have_no_weights() -> None:
 def test_weights_that_do_not_fit_their_sample_are_refused() -> None:
     with pytest.raises(ValueError, match="3 token ids and 2 ce_weights"):
         pack_samples([sample(3, ce_weights=weights(0, 1))], seq_len=8)
-    with pytest.raises(ValueError, match="ref_kl_weights and ref_logprobs go together"):
-        pack_samples([sample(3, ref_kl_weights=weights(0, 1, 1))], seq_len=8)
 
 
 def test_arrays_of_different_length_are_refused() -> None:
