@@ -1,7 +1,7 @@
 """Divides samples among packed rows, and rows among ranks, so that no rank waits long for another; used by `packing`.
 
 With sharded parameters every rank runs as many rows, and at each micro-step all wait for the one whose row costs most.
-What a step costs is the sum over micro-steps of the costliest row: `waiting_cost`.
+So a step costs `waiting_cost`, the sum over micro-steps of the costliest row.
 
 A sample of T tokens costs T + attention * T^2: packed attention never crosses samples. With N weights in matrices, L
 layers, H heads of D each, training takes 6 N T FLOPs in the matrices and 6 L H D T^2 in causal attention, so attention

@@ -12,10 +12,9 @@ of all micro-batches and ranks, so the rows' losses add up to the objective, and
             sampled      d_t = sg(min(r_t, ref_kl_delta)) * (log p_t - log ref_t)^2 / 2
             candidates   d_t = sum_k p_k * (log p_k - log ref_k) + p_rest * (log p_rest - log ref_rest)
 
-TOKEN is DAPO's normaliser (arXiv 2503.14476), SEQUENCE that of GRPO (arXiv 2402.03300) and GSPO (arXiv 2507.18071),
-FIXED that of Dr. GRPO (arXiv 2503.20783). The sampled ref_kl is the k2 estimator
-(http://joschu.net/blog/kl-approx.html): its expected on-policy gradient is that of KL(p || ref) (arXiv 2510.01555). r
-corrects for the policy that sampled the token; a token that no policy sampled has r = 1.
+The sampled ref_kl is the k2 estimator (http://joschu.net/blog/kl-approx.html): its expected on-policy gradient is that
+of KL(p || ref) (arXiv 2510.01555). r corrects for the policy that sampled the token; a token that no policy sampled has
+r = 1.
 
 A token with candidates, the reference's likeliest tokens in its place, has the KL over these and all other tokens as
 one: at most the whole KL(p || ref), without variance from sampling and without r.

@@ -4,8 +4,7 @@ The rollouts of a group repeat its prompt, and the samples of one rollout may re
 first P tokens of another, its root, when both have them and no term of the objective has one of its own among them: its
 loss would be lost. The root has all of its tokens.
 
-With a root of R tokens and samples of P_i + L_i, a bundle holds R + sum L_i tokens. The rest of a sample costs L +
-attention * ((P + L)^2 - P^2) (see `balance`): its tokens still see the prefix.
+The L other tokens of a sample cost L + attention * ((P + L)^2 - P^2) (see `balance`): they still see the prefix.
 
 Shapes: T tokens of a sample.
 """

@@ -1,6 +1,6 @@
 """The rollout services of a run: their environments, health and speed, and the choice of the service for a group.
 
-No I/O and no clock: `pool` reports health, status and streams with the time, and asks for the next host.
+No I/O and no clock: `pool` reports what happens.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The rollout services that a run's groups are played at: one client each, their health, and where each group is.
-
-While it is `watching`, it asks each service for its health and status, so that a loss moves its groups and a return is
-used.
-"""
+"""The rollout services that a run's groups are played at: one client each, their health, and where each group is."""
 
 from __future__ import annotations
 
@@ -214,7 +210,7 @@ class RolloutPool:
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
-        """Looks at every service again and again."""
+        """Looks at every service again and again: a loss moves its groups, a return is used."""
         watchers = [asyncio.create_task(self._watch(host)) for host in self.table.hosts]
         try:
             yield

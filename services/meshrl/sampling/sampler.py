@@ -1,7 +1,7 @@
 """Samples groups at the rollout services: asks until one admits a group, then gathers what streams back.
 
 A group that loses its service is completed at another one, or at the same once it is back: only what is missing is
-sampled again. The pool decides where a group is asked for next, after which wait, and when to give up.
+sampled again.
 """
 
 from __future__ import annotations

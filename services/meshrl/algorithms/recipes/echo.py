@@ -18,7 +18,7 @@ class Echo(GRPO):
     """Each content token of messages of `roles` has `weight` in the ce term.
 
     Markup of the chat template, if the renderer marks it, is left out: the policy never writes it. A group of equal
-    rewards still has observations to learn from, so it is kept.
+    rewards still has observations to learn.
     """
 
     least_rollouts = 1

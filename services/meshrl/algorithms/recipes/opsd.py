@@ -13,12 +13,11 @@ from meshrl.wire.types import Rollout
 
 class SelfDistillation(Recipe):
     """ref_kl alone, towards the policy's own logprobs of the same tokens after a demonstration (SDFT, arXiv
-    2601.19897). The paper's teacher is a moving average of the policy; here it is the live policy, or with `scored_by`
-    TEACHER an engine that keeps the run's first weights.
+    2601.19897). Unlike the paper's moving average, the teacher is the live policy, or with `scored_by` TEACHER the
+    run's first weights.
 
-    The demonstration is the best rollout of the same task and agent in the group, put whole before the sample: no
-    expert is needed, and no tokenizer. A rollout without a better one, or that does not fit behind it within
-    `context_tokens`, trains nothing.
+    The demonstration is the best rollout of the same task and agent in the group, put whole before the sample. A
+    rollout without a better one, or that does not fit behind it within `context_tokens`, trains nothing.
     """
 
     def __init__(self, *, weight: float, context_tokens: int, top_k: int = 0, scored_by: Actor = Actor.POLICY) -> None:

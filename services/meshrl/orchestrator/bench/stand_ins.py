@@ -1,7 +1,7 @@
 """Rollouts, trainer and weight hub that cost next to nothing, for `orchestrator --bench`; a process of its own.
 
 A rollout is random tokens of random length with a reward of 0 or 1. A batch is trained once it is read, a version
-served once it is asked for. They keep the contract, so the orchestrator's own pace is measured.
+served once it is asked for.
 """
 
 # ruff: noqa: N802 (methods are named after the RPCs of the contract)

@@ -1,7 +1,7 @@
 """Checks at the start of a run that engines and trainer compute the same logprobs.
 
-The trainer computes the logprob of every sampled token again, before its optimizer moves. For tokens of the very
-version that the step trains, the two may differ by rounding alone.
+The trainer computes the logprob of every sampled token again, before its optimizer moves. For tokens of the version
+that the step trains, only rounding may differ.
 """
 
 from __future__ import annotations
