@@ -17,6 +17,7 @@ from meshrl.core.telemetry.waits import Waits
 from meshrl.orchestrator.build import build_loop
 from meshrl.orchestrator.config import OrchestratorConfig, TrainEnvConfig, TrainEnvsConfig
 from meshrl.orchestrator.ledger.journal import Journal
+from meshrl.orchestrator.ledger.writer import LedgerWriter
 from meshrl.orchestrator.loop import RunLoop
 from meshrl.orchestrator.peers.connect import connect, wait_for_services
 from meshrl.orchestrator.work.recipes import build_recipes
@@ -120,18 +121,18 @@ def make_config(tmp_path: Path) -> Callable[..., OrchestratorConfig]:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Callable[[OrchestratorConfig], AbstractAsyncContextManager[Started]]:
+def start(tmp_path: Path) -> Callable[..., AbstractAsyncContextManager[Started]]:
     """Runs the loop for a config against its services; yields the loop and its ledger."""
 
     @asynccontextmanager
-    async def start(config: OrchestratorConfig) -> AsyncIterator[Started]:
+    async def start(config: OrchestratorConfig, writer: LedgerWriter | None = None) -> AsyncIterator[Started]:
         services = connect(
             config.services, unreachable_s=config.deadlines.unreachable_s, teachers=config.teacher_services
         )
         monitor = Monitor([JsonlSink(tmp_path / "metrics.jsonl")])
         try:
             met = await wait_for_services(config, services, Waits())
-            journal = await asyncio.to_thread(make_journal, config, met.trainer, met.run)
+            journal = await asyncio.to_thread(make_journal, config, met.trainer, met.run, writer)
             try:
                 tracer = trace.get_tracer("test")
                 async with services.watching():

@@ -5,22 +5,18 @@ import json
 import queue
 import random
 import time
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 import pytest
-from opentelemetry import trace
 
-from meshrl.core.telemetry.monitor import JsonlSink, Monitor
-from meshrl.core.telemetry.waits import Waits
-from meshrl.orchestrator.build import build_loop, make_plan
+from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.orchestrator.ledger.writer import LedgerWriter
-from meshrl.orchestrator.peers.connect import connect, wait_for_services
 from meshrl.orchestrator.run import Run
-from meshrl.orchestrator.work.recipes import build_recipes
+from meshrl.orchestrator.work.plan import TaskSchedule, TrainSource
 from meshrl.sampling.retry import RunError
 from polling import until
 from run_output import assert_exact, query, records, step_records
-from scripted_services import make_journal
 
 
 class LosesTheRest(LedgerWriter):
@@ -39,45 +35,33 @@ class LosesTheRest(LedgerWriter):
         super().close(deadline_s)
 
 
-class Orchestrator:
-    """One process: `run` to the end, or `kill` it after a while."""
+@pytest.fixture
+def live(start, tmp_path) -> Callable[..., Awaitable[bool]]:
+    """One process, killed once `kill_when` returns or awaits true; True when the run came to its end."""
 
-    def __init__(self, config) -> None:
-        self.config = config
+    async def live(config: OrchestratorConfig, kill_when: Callable[[], object] = lambda: False) -> bool:
+        writer = LosesTheRest(tmp_path / "ledger.sqlite", flush_interval_s=0.02)
+        async with start(config, writer) as (loop, journal):
+            running = asyncio.create_task(loop.train())
+            try:
+                await until(lambda: running.done() or kill_when(), 180.0)
+                if running.done():
+                    running.result()
+                    journal.end()
+                else:
+                    writer.killed = True
+                return running.done()
+            finally:
+                running.cancel()
+                await asyncio.wait({running}, timeout=60.0)
 
-    async def run(self, kill_when=None) -> bool:
-        """True when it came to the end of the run."""
-        services = connect(self.config.services, unreachable_s=self.config.deadlines.unreachable_s)
-        monitor = Monitor([JsonlSink(self.config.output_dir / "metrics.jsonl")])
-        met = await wait_for_services(self.config, services, Waits())
-        writer = LosesTheRest(self.config.output_dir / "ledger.sqlite", flush_interval_s=0.02)
-        journal = await asyncio.to_thread(make_journal, self.config, met.trainer, met.run, writer)
-        recipes = build_recipes(self.config.algos, self.config.advantage, seq_len=self.config.seq_len)
-        tracer = trace.get_tracer("test")
-        loop = build_loop(self.config, services, met, recipes=recipes, journal=journal, monitor=monitor, tracer=tracer)
-        running = asyncio.create_task(loop.train())
-        killing = asyncio.create_task(kill_when() if kill_when is not None else asyncio.Event().wait())
-        try:
-            await asyncio.wait({running, killing}, return_when=asyncio.FIRST_COMPLETED, timeout=180.0)
-            if running.done():
-                running.result()
-                journal.end()
-            else:
-                writer.killed = True
-            return running.done()
-        finally:
-            for task in (running, killing):
-                task.cancel()
-            await asyncio.wait({running, killing}, timeout=60.0)
-            await asyncio.to_thread(journal.close)
-            await services.close()
-            monitor.close()
+    return live
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("level", [0, 2])
 async def test_an_orchestrator_killed_anywhere_goes_on_and_counts_once(
-    mesh, script, make_config, tmp_path, seed, level
+    live, mesh, script, make_config, tmp_path, seed, level
 ) -> None:
     chance = random.Random(seed)
     script.reward = lambda request, place: float(place % 2) if request.task_index % 4 else 1.0
@@ -85,11 +69,11 @@ async def test_an_orchestrator_killed_anywhere_goes_on_and_counts_once(
     config = make_config(mesh.services, max_steps=8, max_async_level=level)
     script.step_s = 0.04
 
-    async def soon() -> None:
-        await asyncio.sleep(chance.uniform(0.01, 0.12))
+    def soon() -> Awaitable[bool]:
+        return asyncio.sleep(chance.uniform(0.01, 0.12), result=True)
 
     lives = 1
-    while not await Orchestrator(config).run(soon if lives < 8 else None):
+    while not await (live(config, soon) if lives < 8 else live(config)):
         lives += 1
     assert lives > 2
     assert_exact(tmp_path, 8)
@@ -100,8 +84,8 @@ async def test_an_orchestrator_killed_anywhere_goes_on_and_counts_once(
     totals = [line["progress/samples"] for line in step_records(tmp_path)]
     assert totals == [sum(len(script.batches[one]) for one in range(1, step + 1)) for step in range(1, 9)]
     drawn = query(tmp_path, "SELECT DISTINCT sequence, environment, task_index FROM groups ORDER BY sequence")
-    plan = make_plan(config, await met(config), build_recipes(config.algos, config.advantage, seq_len=config.seq_len))
-    in_order = [plan.schedule.next_task() for _ in drawn]
+    schedule = TaskSchedule([TrainSource(environment="echo", ratio=1.0, num_tasks=50)], seed=0)
+    in_order = [schedule.next_task() for _ in drawn]
     assert drawn == [(place, task.environment, task.index) for place, task in enumerate(in_order)]
     again = query(tmp_path, "SELECT COUNT(*) - COUNT(DISTINCT sequence) FROM groups")[0][0]
     assert query(tmp_path, "SELECT COUNT(*), COUNT(DISTINCT replaces) FROM groups WHERE replaces != ''") == [
@@ -116,17 +100,9 @@ async def test_an_orchestrator_killed_anywhere_goes_on_and_counts_once(
     assert query(tmp_path, "SELECT COUNT(*) FROM payloads") == [(0,)]
 
 
-async def met(config):
-    services = connect(config.services, unreachable_s=config.deadlines.unreachable_s)
-    try:
-        return await wait_for_services(config, services, Waits())
-    finally:
-        await services.close()
-
-
 @pytest.mark.parametrize("level", [0, 2])
 async def test_a_trainer_that_comes_back_earlier_trains_the_same_batches_again(
-    mesh, script, make_config, tmp_path, level
+    live, mesh, script, make_config, tmp_path, level
 ) -> None:
     script.durable_every = 3
     config = make_config(
@@ -136,7 +112,7 @@ async def test_a_trainer_that_comes_back_earlier_trains_the_same_batches_again(
         checkpoint_interval=3,
         deadlines={"unreachable_s": 60.0},
     )
-    running = asyncio.create_task(Orchestrator(config).run())
+    running = asyncio.create_task(live(config))
     await until(lambda: (1, 5) in script.trained or running.done())
     await mesh.kill_trainer()
     await asyncio.sleep(0.1)
@@ -163,15 +139,12 @@ async def test_a_trainer_that_comes_back_earlier_trains_the_same_batches_again(
 
 
 async def test_a_batch_that_is_done_while_it_is_read_for_its_upload_is_not_missed(
-    mesh, script, make_config, tmp_path, monkeypatch
+    live, mesh, script, make_config, tmp_path, monkeypatch
 ) -> None:
     script.step_holds[1] = asyncio.Event()  # so that the second process finds it undone, however slow it is to start
     config = make_config(mesh.services, max_steps=4)
 
-    async def two_batches() -> None:
-        await until(lambda: len(script.uploads) == 2)
-
-    assert not await Orchestrator(config).run(two_batches)
+    assert not await live(config, lambda: len(script.uploads) == 2)
     read, late = Run.batch, []
 
     async def read_late(run: Run, step: int):
@@ -183,27 +156,26 @@ async def test_a_batch_that_is_done_while_it_is_read_for_its_upload_is_not_misse
         return await read(run, step)
 
     monkeypatch.setattr(Run, "batch", read_late)
-    assert await Orchestrator(config).run()
+    assert await live(config)
     assert late
     assert_exact(tmp_path, 4)
 
 
-async def test_both_may_die(mesh, script, make_config, tmp_path) -> None:
+async def test_both_may_die(live, mesh, script, make_config, tmp_path) -> None:
     script.durable_every = 2
     config = make_config(mesh.services, max_steps=8, checkpoint_interval=2)
 
-    async def five_steps() -> None:
-        await until(lambda: (1, 5) in script.trained)
-
-    assert not await Orchestrator(config).run(five_steps)
+    assert not await live(config, lambda: (1, 5) in script.trained)
     await mesh.kill_trainer()
     await mesh.start_trainer(4)
-    assert await Orchestrator(config).run()
+    assert await live(config)
     assert_exact(tmp_path, 8)
     assert script.trained[(1, 5)] == script.trained[(2, 5)]
 
 
-async def test_versions_that_a_restarted_trainer_is_ahead_of_are_skipped(mesh, script, make_config, tmp_path) -> None:
+async def test_versions_that_a_restarted_trainer_is_ahead_of_are_skipped(
+    live, mesh, script, make_config, tmp_path
+) -> None:
     """It would take far longer than the test has to wait for a trainer that makes them again: it never does."""
     script.durable_every = 1
     script.holds[3] = asyncio.Event()
@@ -213,7 +185,7 @@ async def test_versions_that_a_restarted_trainer_is_ahead_of_are_skipped(mesh, s
         checkpoint_interval=1,
         deadlines={"unreachable_s": 600.0, "activation_s": 600.0},
     )
-    running = asyncio.create_task(Orchestrator(config).run())
+    running = asyncio.create_task(live(config))
     await until(lambda: ((1, 5) in script.trained and ("active", 2) in script.log) or running.done())
     await mesh.kill_trainer()
     script.gone_versions = {1, 2, 3, 4}
@@ -228,7 +200,9 @@ async def test_versions_that_a_restarted_trainer_is_ahead_of_are_skipped(mesh, s
     assert [version for what, version in script.log if what == "active"] == [0, 1, 2, 5, 6, 7, 8]
 
 
-async def test_the_version_that_a_trainer_comes_back_at_is_waited_for(mesh, script, make_config, tmp_path) -> None:
+async def test_the_version_that_a_trainer_comes_back_at_is_waited_for(
+    live, mesh, script, make_config, tmp_path
+) -> None:
     """A trainer answers before it has published that version anew."""
     script.durable_every = 1
     script.holds[3], script.step_holds[4] = asyncio.Event(), asyncio.Event()
@@ -238,7 +212,7 @@ async def test_the_version_that_a_trainer_comes_back_at_is_waited_for(mesh, scri
         checkpoint_interval=1,
         deadlines={"unreachable_s": 600.0, "activation_s": 600.0},
     )
-    running = asyncio.create_task(Orchestrator(config).run())
+    running = asyncio.create_task(live(config))
     await until(lambda: ((1, 3) in script.trained and ("active", 2) in script.log) or running.done())
     await mesh.kill_trainer()
     script.gone_versions = {1, 2, 3}
@@ -254,7 +228,7 @@ async def test_the_version_that_a_trainer_comes_back_at_is_waited_for(mesh, scri
 
 @pytest.mark.parametrize("level", [0, 1])
 async def test_an_evaluation_that_the_orchestrator_died_in_is_made_anew(
-    mesh, script, make_config, tmp_path, level
+    live, mesh, script, make_config, tmp_path, level
 ) -> None:
     script.environments = {"echo": 50, "held-out": 3, "seldom": 2}
     script.delay = lambda request: 3600.0 if request.environment == "held-out" and len(script.trained) >= 2 else 0.0
@@ -262,17 +236,17 @@ async def test_an_evaluation_that_the_orchestrator_died_in_is_made_anew(
     evals = {"interval": 2, "env": [{"id": "held-out"}, {"id": "seldom", "interval": 3}], "group_size": 2}
     config = make_config(mesh.services, max_async_level=level, max_steps=5, eval=evals)
 
-    async def second_step_is_evaluated() -> None:
-        await until(lambda: sum(one.environment == "held-out" for one in script.requests) > 3)
-        await until(lambda: [line["step"] for line in step_records(tmp_path)] == [1, 2])
+    def second_step_is_evaluated() -> bool:
+        evaluated = sum(one.environment == "held-out" for one in script.requests)
+        return evaluated > 3 and [line["step"] for line in step_records(tmp_path)] == [1, 2]
 
-    assert not await Orchestrator(config).run(second_step_is_evaluated)
+    assert not await live(config, second_step_is_evaluated)
     script.delay = lambda request: 0.0
 
     def scored(name: str) -> list[int]:
         return [line["step"] for line in records(tmp_path) if f"eval/{name}/avg@2" in line]
 
-    running = asyncio.create_task(Orchestrator(config).run())
+    running = asyncio.create_task(live(config))
     await until(lambda: scored("held-out") == [0, 2] or running.done())
     script.step_holds[3].set()  # no sooner: what a later step owes is evaluated together with it
     assert await asyncio.wait_for(running, 60.0)
@@ -280,76 +254,72 @@ async def test_an_evaluation_that_the_orchestrator_died_in_is_made_anew(
     assert (scored("held-out"), scored("seldom")) == ([0, 2, 4, 5], [0, 3, 5])
 
 
-async def test_a_new_run_resumes_from_an_earlier_checkpoint(mesh, script, make_config, tmp_path) -> None:
+async def test_a_new_run_resumes_from_an_earlier_checkpoint(live, mesh, script, make_config, tmp_path) -> None:
     script.durable_every = 2
     config = make_config(mesh.services, max_steps=5, checkpoint_interval=2)
-    assert await Orchestrator(config).run()
+    assert await live(config)
     before = dict(script.trained)
     await mesh.kill_trainer()
     await mesh.start_trainer(4)
-    assert await Orchestrator(make_config(mesh.services, max_steps=7, checkpoint_interval=2)).run()
+    assert await live(make_config(mesh.services, max_steps=7, checkpoint_interval=2))
     assert_exact(tmp_path, 7)
     assert script.trained[(2, 5)] == before[(1, 5)]
     assert [line["step"] for line in step_records(tmp_path)] == [1, 2, 3, 4, 5, 5, 6, 7]
     assert step_records(tmp_path)[-1]["progress/samples"] == 56
 
 
-async def test_without_an_interval_the_part_of_the_last_step_is_written(mesh, make_config, tmp_path) -> None:
-    assert await Orchestrator(make_config(mesh.services, max_steps=3, checkpoint_at_end=True)).run()
+async def test_without_an_interval_the_part_of_the_last_step_is_written(live, mesh, make_config, tmp_path) -> None:
+    assert await live(make_config(mesh.services, max_steps=3, checkpoint_at_end=True))
     (state,) = (tmp_path / "checkpoints").rglob("progress.json")
     assert state == tmp_path / "checkpoints/step_3/orchestrator/progress.json"
     assert json.loads(state.read_text())["samples"] == 24
 
 
 async def test_a_resumed_trainer_of_another_size_trains_the_same_rollouts_in_new_batches(
-    mesh, script, make_config, tmp_path
+    live, mesh, script, make_config, tmp_path
 ) -> None:
     script.durable_every = 2
     config = make_config(mesh.services, max_steps=5, checkpoint_interval=2)
-    assert await Orchestrator(config).run()
+    assert await live(config)
     query(tmp_path, "UPDATE steps SET record = json_set(record, '$.dp_size', 2)")
     fifth = set(script.batches[5])
     await mesh.kill_trainer()
     await mesh.start_trainer(4)
-    assert await Orchestrator(make_config(mesh.services, max_steps=6, checkpoint_interval=2)).run()
+    assert await live(make_config(mesh.services, max_steps=6, checkpoint_interval=2))
     assert_exact(tmp_path, 6)
     assert set(script.batches[5]) == fifth
 
 
-async def test_a_fresh_start_in_a_used_folder_begins_a_run_of_its_own(mesh, script, make_config, tmp_path) -> None:
+async def test_a_fresh_start_in_a_used_folder_begins_a_run_of_its_own(
+    live, mesh, script, make_config, tmp_path
+) -> None:
     config = make_config(mesh.services, max_steps=3)
 
-    async def two_steps() -> None:
-        await until(lambda: (1, 2) in script.trained)
-
-    assert not await Orchestrator(config).run(two_steps)
+    assert not await live(config, lambda: (1, 2) in script.trained)
     await mesh.kill_trainer()
     await mesh.start_trainer(0)
-    assert await Orchestrator(config).run()
+    assert await live(config)
     assert_exact(tmp_path, 3)
     assert [run for (run,) in query(tmp_path, "SELECT DISTINCT run FROM rollouts ORDER BY 1")] == [1, 2]
     assert query(tmp_path, "SELECT COUNT(*) FROM rollouts WHERE run = 1 AND reason = 'superseded'")[0][0] > 0
     assert step_records(tmp_path)[-1]["progress/samples"] == 24
 
 
-async def test_a_launch_goes_on_even_before_the_first_checkpoint(mesh, script, make_config, tmp_path) -> None:
+async def test_a_launch_goes_on_even_before_the_first_checkpoint(live, mesh, script, make_config, tmp_path) -> None:
     config = make_config(mesh.services, max_steps=4, checkpoint_interval=100, session="s1")
 
-    async def two_steps() -> None:
-        await until(lambda: (1, 2) in script.trained)
-
-    assert not await Orchestrator(config).run(two_steps)
+    assert not await live(config, lambda: (1, 2) in script.trained)
     await mesh.kill_trainer()
     await mesh.start_trainer(0)
-    assert await Orchestrator(config).run()
+    assert await live(config)
     assert_exact(tmp_path, 4)
     assert script.trained[(1, 1)] == script.trained[(2, 1)]
     assert query(tmp_path, "SELECT DISTINCT run FROM rollouts") == [(1,)]
 
 
-async def test_a_trainer_without_checkpoints_that_restarts_ends_the_run(mesh, script, make_config) -> None:
+async def test_a_trainer_without_checkpoints_that_restarts_ends_the_run(live, mesh, script, make_config) -> None:
     config = make_config(mesh.services, max_steps=None, deadlines={"unreachable_s": 5.0})
-    running = asyncio.create_task(Orchestrator(config).run())
+    running = asyncio.create_task(live(config))
     await until(lambda: (1, 4) in script.trained)
     await asyncio.sleep(0.1)
     await mesh.kill_trainer()
@@ -358,9 +328,9 @@ async def test_a_trainer_without_checkpoints_that_restarts_ends_the_run(mesh, sc
         await running
 
 
-async def test_a_trainer_that_stays_away_ends_the_run_only_after_its_time(mesh, script, make_config) -> None:
+async def test_a_trainer_that_stays_away_ends_the_run_only_after_its_time(live, mesh, script, make_config) -> None:
     config = make_config(mesh.services, max_steps=None, deadlines={"unreachable_s": 2.0})
-    running = asyncio.create_task(Orchestrator(config).run())
+    running = asyncio.create_task(live(config))
     await until(lambda: (1, 2) in script.trained)
     killed_s = time.monotonic()
     await mesh.kill_trainer()
