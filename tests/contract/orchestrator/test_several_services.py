@@ -188,7 +188,7 @@ async def test_a_group_goes_on_as_soon_as_its_service_is_seen_to_be_back(script)
     assert (len(group.rollouts), group.lost, group.cut_short) == (2, 0, "")
 
 
-async def test_a_service_that_is_away_is_looked_at_more_often(script) -> None:
+async def test_a_service_that_is_away_is_looked_at_more_often(script, monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
 
     async def sleep(seconds: float) -> None:
@@ -199,6 +199,7 @@ async def test_a_service_that_is_away_is_looked_at_more_often(script) -> None:
     async with hosts(only) as addresses, pooled(addresses, clock=Clock(sleep=sleep)) as pool:
         await until(lambda: slept)
         assert slept[0] == pool_module.WATCH_S
+        monkeypatch.setattr(pool_module, "LOOK_DEADLINE_S", 0.2)
         await only.kill()
         await until(lambda: pool.table.hosts[0].state is not HostState.SERVING)
         slept.clear()

@@ -77,7 +77,7 @@ def peaks_of(folders: Sequence[str]) -> list[int]:
 
 
 def test_what_is_read_at_a_restart_does_not_grow_with_the_steps_of_the_run(tmp_path: Path) -> None:
-    folders = [tmp_path / str(steps) for steps in (20, 1000)]
+    folders = [tmp_path / str(steps) for steps in (20, 300)]
     for folder in folders:
         steps = int(folder.name)
         run_of(folder, steps)
