@@ -13,14 +13,14 @@ from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Rollout
 from polling import until
 
-PATIENCE_S = 5.0
+PATIENCE_S = 60.0
 
 
 async def engines_are(mesh, *urls: str) -> None:
     """Waits until just these engines are known to be up."""
-    until = time.monotonic() + PATIENCE_S
+    give_up_s = time.monotonic() + PATIENCE_S
     known: set[str] = set()
-    while time.monotonic() < until:
+    while time.monotonic() < give_up_s:
         known = {engine.url for engine in (await mesh.client.get_status()).engines if engine.healthy}
         if known == set(urls):
             return
@@ -41,8 +41,16 @@ async def test_an_engine_that_joins_gets_calls_and_one_that_leaves_gets_no_more(
     assert (len(engine.requests), len(second.requests)) == (2, 0)
     hub.name(engine, second)
     await engines_are(mesh, engine.url, second.url)
-    engine.delay_s = second.delay_s = 0.1
-    await mesh.collect(make_group(group_size=8))
+    gate = asyncio.Event()  # until all calls are there, so that none is chosen by an answer
+
+    async def held(request: web.Request, body: object) -> None:
+        await gate.wait()
+
+    engine.on_call = second.on_call = held
+    running = asyncio.create_task(mesh.collect(make_group(group_size=8, deadline_s=60.0)))
+    await until(lambda: len(engine.requests) + len(second.requests) == 10)
+    gate.set()
+    await running
     assert (len(engine.requests), len(second.requests)) == (6, 4)
     hub.name(second)
     await engines_are(mesh, second.url)
@@ -55,35 +63,21 @@ async def test_calls_in_flight_on_an_engine_that_leaves_the_list_are_finished_th
 ):
     hub.name(engine)
     mesh = await start_mesh([], **discovering(hub))
-    engine.delay_s = 0.6
-    running = asyncio.create_task(mesh.collect(make_group(group_size=2)))
-    await engine.arrived.get()
+    gate = asyncio.Event()
+
+    async def held(request: web.Request, body: object) -> None:
+        await gate.wait()
+
+    engine.on_call = held
+    running = asyncio.create_task(mesh.collect(make_group(group_size=2, deadline_s=60.0)))
+    await until(lambda: len(engine.requests) == 2)
     hub.name(second)
     await engines_are(mesh, second.url)
+    gate.set()
     *rollouts, summary = await running
     assert summary.finished == 2
     assert all(isinstance(rollout, Rollout) for rollout in rollouts)
     assert (len(engine.requests), len(second.requests)) == (2, 0)
-
-
-async def test_an_engine_that_comes_back_while_its_calls_run_is_not_taken_for_idle(
-    start_mesh, make_group, engine, second, hub
-):
-    hub.name(engine, second)
-    mesh = await start_mesh([], **discovering(hub))
-    engine.delay_s = second.delay_s = 1.5
-    running = asyncio.create_task(mesh.collect(make_group(group_size=4)))
-    for each in (engine, engine, second, second):
-        await each.arrived.get()
-    hub.name(second)
-    await engines_are(mesh, second.url)
-    hub.name(engine, second)
-    await engines_are(mesh, engine.url, second.url)
-    assert {known.url: known.in_flight for known in (await mesh.client.get_status()).engines} == {
-        engine.url: 2,
-        second.url: 2,
-    }
-    await running
 
 
 async def test_a_hub_that_is_away_leaves_the_last_list_in_force(start_mesh, make_group, engine, second, hub):
@@ -106,16 +100,6 @@ async def test_a_rollout_waits_for_the_first_engine(start_mesh, make_group, engi
     hub.name(engine)
     rollout, _ = await asyncio.wait_for(running, PATIENCE_S)
     assert isinstance(rollout, Rollout)
-
-
-async def test_configured_engines_stay_beside_those_of_the_hub(start_mesh, make_group, engine, second, hub):
-    hub.name(second)
-    mesh = await start_mesh([], **discovering(hub, base_url=[engine.url]))
-    await engines_are(mesh, engine.url, second.url)
-    hub.engines = []
-    await engines_are(mesh, engine.url)
-    await mesh.collect(make_group())
-    assert len(engine.requests) == 1
 
 
 async def test_an_engine_that_is_not_routable_or_not_healthy_gets_no_calls(
@@ -148,25 +132,6 @@ async def test_versions_and_pools_of_discovered_engines_count(start_mesh, make_g
     with pytest.raises(MeshError) as caught:  # there was such a pool: others may come
         await mesh.collect(make_group(engine_pool="big", min_version=4))
     assert caught.value.reason is Reason.VERSION_NOT_AVAILABLE
-
-
-async def test_a_call_moves_when_its_engine_dies_and_the_hub_has_not_noticed(
-    start_mesh, make_group, engine, second, hub
-):
-    def cut(request: web.Request, body: object) -> None:
-        assert request.transport is not None
-        request.transport.abort()
-
-    hub.name(engine, second)
-    mesh = await start_mesh([], **discovering(hub))
-    engine.on_call = second.on_call = lambda request, body: cut(request, body) if len(seen()) == 1 else None
-
-    def seen() -> list[object]:
-        return [*engine.requests, *second.requests]
-
-    rollout, summary = await mesh.collect(make_group())
-    assert isinstance(rollout, Rollout)
-    assert (len(engine.requests), len(second.requests), summary.finished) == (1, 1, 1)
 
 
 async def test_looking_is_cheap(start_mesh, engine, hub):

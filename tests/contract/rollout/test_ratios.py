@@ -14,25 +14,20 @@ async def refusal(mesh, request) -> MeshError:
     return caught.value
 
 
-@pytest.mark.parametrize(
-    ("sampling", "named"),
-    [
+@pytest.mark.parametrize("mode", ["raw_logprobs", None])
+async def test_sampling_that_changes_the_distribution_needs_processed_logprobs(start_mesh, make_group, engine, mode):
+    engine.logprobs_mode = mode
+    mesh = await start_mesh([engine], sampling=NEUTRAL)
+    for sampling, named in (
         (Sampling(temperature=0.7), "temperature = 0.7"),
         (Sampling(top_p=0.9), "top_p = 0.9"),
         (Sampling(top_k=20), "top_k = 20"),
         (Sampling(min_p=0.05), "min_p = 0.05"),
-    ],
-)
-@pytest.mark.parametrize("mode", ["raw_logprobs", None])
-async def test_sampling_that_changes_the_distribution_needs_processed_logprobs(
-    start_mesh, make_group, engine, mode, sampling, named
-):
-    engine.logprobs_mode = mode
-    mesh = await start_mesh([engine], sampling=NEUTRAL)
-    error = await refusal(mesh, make_group(sampling=sampling))
-    assert (error.reason, error.retryable) == (Reason.LOGPROBS_BIASED, False)
-    assert f"sampling with {named} changes the distribution" in error.message
-    assert f"{engine.url} ({mode or 'unknown'})" in error.message
+    ):
+        error = await refusal(mesh, make_group(sampling=sampling))
+        assert (error.reason, error.retryable) == (Reason.LOGPROBS_BIASED, False)
+        assert f"sampling with {named} changes the distribution" in error.message
+        assert f"{engine.url} ({mode or 'unknown'})" in error.message
     assert engine.requests == []
 
 
@@ -64,29 +59,17 @@ async def test_an_agents_own_sampling_is_found_at_its_first_call(start_mesh, mak
     assert engine.requests == []
 
 
-async def test_a_user_may_vouch_for_engines_that_say_nothing(start_mesh, make_group, engine):
-    engine.logprobs_mode = None
-    mesh = await start_mesh([engine], client={"logprobs_mode": "processed_logprobs"})
+async def test_a_user_may_vouch_for_engines_that_say_nothing_but_not_against_what_one_says(
+    start_mesh, make_group, engine, second
+):
+    engine.logprobs_mode, second.logprobs_mode = None, "raw_logprobs"
+    client = {"logprobs_mode": "processed_logprobs"}
+    mesh = await start_mesh([engine], client=client)
     rollout, _ = await mesh.collect(make_group())
     assert rollout.samples[0].temperature == pytest.approx(0.7)
     assert (await mesh.client.get_status()).engines[0].logprobs_mode == "processed_logprobs"
-
-
-async def test_what_an_engine_says_counts_more_than_what_a_user_vouches_for(start_mesh, make_group, engine):
-    engine.logprobs_mode = "raw_logprobs"
-    mesh = await start_mesh([engine], client={"logprobs_mode": "processed_logprobs"})
+    mesh = await start_mesh([second], client=client)
     assert (await refusal(mesh, make_group())).reason is Reason.LOGPROBS_BIASED
-
-
-async def test_of_several_engines_only_those_with_processed_logprobs_are_asked(
-    start_mesh, make_group, make_engine, engine
-):
-    engine.logprobs_mode = "raw_logprobs"
-    right = await make_engine().start()
-    mesh = await start_mesh([engine, right])
-    await mesh.collect(make_group(group_size=4))
-    assert (len(engine.requests), len(right.requests)) == (0, 4)
-    await right.stop()
 
 
 async def test_settings_nobody_gave_are_sent_as_neutral(start_mesh, make_group, engine):

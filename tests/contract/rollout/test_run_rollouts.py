@@ -169,22 +169,23 @@ async def test_rollouts_alive_at_the_deadline_are_failures(start_mesh, engine, m
     assert (await mesh.client.get_status()).running == 0
 
 
-@pytest.mark.parametrize(
-    ("index", "doing"),
-    [(0, "in the set-up of task and harness"), (1, "in the task's finalize"), (2, "in its rewards")],
-)
-async def test_a_late_rollout_says_which_stage_it_was_in(start_mesh, engine, make_group, index, doing):
-    mesh = await start_mesh([engine], env=[{"id": "mesh_slow"}])
-    failure, _ = await mesh.collect(make_group(environment="mesh_slow", task_index=index, deadline_s=3.0))
-    assert failure.message.startswith(f"not finished within deadline_s = 3: it was {doing}")
-
-
-async def test_a_late_rollout_says_that_no_engine_took_its_call(start_mesh, make_engine, make_group):
-    engine = await make_engine(health=503).start()
-    mesh = await start_mesh([engine], client={"failover_s": 60.0})
-    failure, _ = await mesh.collect(make_group(deadline_s=3.0))
-    await engine.stop()
-    assert "it was waiting for an engine to take its model call (no engine is reachable)" in failure.message
+async def test_a_late_rollout_says_which_stage_it_was_in(start_mesh, engine, make_engine, make_group):
+    away = await make_engine(health=503).start()
+    slow = await start_mesh([engine], env=[{"id": "mesh_slow"}])
+    waiting = await start_mesh([away], client={"failover_s": 60.0})
+    groups = await asyncio.gather(
+        *(slow.collect(make_group(environment="mesh_slow", task_index=index, deadline_s=3.0)) for index in range(3)),
+        waiting.collect(make_group(deadline_s=3.0)),
+    )
+    await away.stop()
+    stages = (
+        "in the set-up of task and harness",
+        "in the task's finalize",
+        "in its rewards",
+        "waiting for an engine to take its model call (no engine is reachable)",
+    )
+    for (failure, _), doing in zip(groups, stages, strict=True):
+        assert failure.message.startswith(f"not finished within deadline_s = 3: it was {doing}")
 
 
 async def test_a_task_that_is_not_drawn_by_the_deadline_fails_the_group(start_mesh, engine, make_group):

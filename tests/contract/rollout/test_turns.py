@@ -69,8 +69,11 @@ async def test_a_conversation_that_outgrows_the_context_is_scored_as_it_stands(
     options = {"env": [{"id": "mesh_guess"}], "seq_len": 60}
     direct, over_http = await both_ways(start_mesh, engine, monkeypatch, request, **options)
     assert direct == over_http
-    assert direct[0][0]["truncated"]
-    assert direct[0][0]["num_turns"] < 3
+    ((rollout,), _) = direct
+    assert rollout["truncated"]
+    assert 1 < rollout["num_turns"] < 3
+    assert max(len(sample["token_ids"]) for sample in rollout["samples"]) <= 60
+    assert rollout["reward"] == pytest.approx(rollout["num_turns"] / 3)
 
 
 @pytest.mark.parametrize("status", [400, 500])

@@ -62,6 +62,9 @@ def test_discovered_engines_come_and_go_but_configured_ones_stay():
     assert [(engine.url, engine.pool) for engine in engines.listed] == [("a", ""), ("b", "big")]
     engines.observe("b", 1)
     assert engines.select(Requirement(pool="big")).url == "b"
+    engines.lose("b")
+    engines.discover([("b", "big")])  # the hub has not noticed yet
+    assert engines.select(Requirement(pool="big")) is None
     engines.discover([])
     assert [engine.url for engine in engines.listed] == ["a"]
 
