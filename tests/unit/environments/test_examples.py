@@ -12,6 +12,11 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
+from meshrl.environments.letter_sort import letters
+from meshrl.environments.memory_game.game import games
+from meshrl.environments.nim.game import heaps
+from meshrl.environments.reverse_text.sentences import sentences
+from meshrl.environments.word_trail.trail import trails
 from verifiers.v1.utils.loaders import taskset_class, taskset_config_type
 
 from meshrl.core.config import ConfigError
@@ -31,6 +36,31 @@ def test_an_example_has_a_page_with_the_commands_of_its_files(folder: Path) -> N
     for command in ("sft", "rl", "eval"):
         assert f"uv run {command} @ configs/{folder.name}/{command}.toml" in page
     assert f"]({folder.name})" in (CONFIGS / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "tasks"),
+    [
+        ("letter-sort", {}, [{"named": named} for named in letters.tasks("held_out")]),
+        ("memory-game", {}, [{"words": words} for words in games("held_out")]),
+        ("nim", {"against": "expert"}, [{"heap": heap, "against": "expert"} for heap in heaps("held_out")]),
+        (
+            "reverse-text",
+            {},
+            [
+                {"prompt": text, "answer": text[::-1], "system_prompt": "Reverse the text."}
+                for text in sentences("held_out")
+            ],
+        ),
+        ("word-trail", {}, [{"answer": trail.words[-1]} for trail in trails("held_out")]),
+    ],
+)
+def test_verifiers_finds_a_taskset_by_its_short_name_and_its_held_out_tasks(
+    name: str, args: dict[str, str], tasks: list[dict[str, object]]
+) -> None:
+    found = plugin_id(name)
+    taskset = taskset_class(found)(taskset_config_type(found)(id=found, split="held_out", **args))
+    assert [{field: getattr(task.data, field) for field in tasks[0]} for task in taskset] == tasks
 
 
 @pytest.mark.parametrize("name", ["letter_sort", "memory_game", "nim", "reverse_text", "word_trail"])

@@ -8,9 +8,6 @@ import pytest
 from meshrl.environments.letter_sort.demonstrations import conversation, demonstrations
 from meshrl.environments.letter_sort.letters import right_reply, tasks
 from meshrl.environments.letter_sort.taskset import LetterSortData
-from verifiers.v1.utils.loaders import taskset_class, taskset_config_type
-
-from meshrl.environments.plugins import plugin_id
 
 NAMED = [["k", "d"], ["z", "a"], ["m", "b"]]
 
@@ -47,9 +44,3 @@ def test_a_demonstration_is_the_whole_conversation_in_one_order() -> None:
         row["messages"] == conversation(named, right_reply) for row, named in zip(rows, tasks("train"), strict=True)
     ]
     assert sum(right) / len(right) == pytest.approx(0.3, abs=0.04)
-
-
-def test_verifiers_finds_the_taskset_by_its_short_name() -> None:
-    found = plugin_id("letter-sort")
-    taskset = taskset_class(found)(taskset_config_type(found)(id=found, split="held_out"))
-    assert [task.data.named for task in taskset] == tasks("held_out")

@@ -9,11 +9,9 @@ import pytest
 from meshrl.environments.memory_game import demonstrations as game_demonstrations
 from meshrl.environments.memory_game.game import games, right_reply
 from meshrl.environments.memory_game.taskset import MemoryGameData
-from verifiers.v1.utils.loaders import taskset_class, taskset_config_type
 
 from conversations import load_conversations
 from meshrl.algorithms.packing import TrainSample
-from meshrl.environments.plugins import plugin_id
 from meshrl.sft.config import DataConfig
 from meshrl.sft.data.tokenization import ConversationTokenizer
 from meshrl_examples.demonstrations import write_demonstrations
@@ -31,10 +29,9 @@ def test_words_of_the_splits_are_disjoint_and_all_different() -> None:
 
 def test_games_of_a_split_name_its_words_only_and_no_word_twice() -> None:
     for split, count in (("train", 1536), ("held_out", 128)):
-        for words in games(split):
-            assert len(set(words)) == 3
-            assert set(words) <= set(words_of(split))
-        assert len(games(split)) == count
+        known, played = set(words_of(split)), games(split)
+        assert len(played) == count
+        assert all(len(set(words)) == 3 and set(words) <= known for words in played)
 
 
 @pytest.mark.parametrize(
@@ -72,9 +69,3 @@ def test_what_is_learned_of_the_demonstrations_is_what_the_policy_has_to_say(tmp
     assert learned(ConversationTokenizer(TOKENIZER, None, learned_roles=roles)(row)) == (
         f"{a}<|im_end|>{a} {b}<|im_end|>{a} {b} {c}<|im_end|>"
     )
-
-
-def test_verifiers_finds_the_taskset_by_its_short_name() -> None:
-    found = plugin_id("memory-game")
-    taskset = taskset_class(found)(taskset_config_type(found)(id=found, split="held_out"))
-    assert [task.data.words for task in taskset] == games("held_out")

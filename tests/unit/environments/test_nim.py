@@ -10,9 +10,6 @@ import pytest
 from meshrl.environments.nim.demonstrations import played_game
 from meshrl.environments.nim.game import heaps, moves, read_move, right_move
 from meshrl.environments.nim.taskset import NimConfig, NimData, NimEnv, NimTask
-from verifiers.v1.utils.loaders import taskset_class, taskset_config_type
-
-from meshrl.environments.plugins import plugin_id
 
 
 def wins(heap: int) -> bool:
@@ -102,9 +99,3 @@ async def test_the_expert_takes_the_second_seat_and_makes_no_mistake() -> None:
     assert (nobody.read, nobody.reward) == ([], {})
     lost, _ = await play(9, ["2", "1"], [], "expert")  # leaves 7, of which the expert takes 3, and 3
     assert (lost.read, lost.reward) == (["9", "4"], {"won": 0.0})
-
-
-def test_verifiers_finds_the_taskset_by_its_short_name() -> None:
-    found = plugin_id("nim")
-    taskset = taskset_class(found)(taskset_config_type(found)(id=found, split="held_out", against="expert"))
-    assert [(task.data.heap, task.data.against) for task in taskset] == [(heap, "expert") for heap in heaps("held_out")]

@@ -16,9 +16,7 @@ from meshrl.environments.reverse_text.demonstrations import (
     words_reversed,
 )
 from meshrl.environments.reverse_text.sentences import sentences
-from verifiers.v1.utils.loaders import taskset_class, taskset_config_type
 
-from meshrl.environments.plugins import plugin_id
 from meshrl_examples.demonstrations import write_demonstrations
 from meshrl_examples.similarity import longest_common_subsequence, similarity
 
@@ -60,15 +58,6 @@ def test_a_text_with_letters_left_out_is_wholly_common(text: str, data: st.DataO
     kept = data.draw(st.lists(st.booleans(), min_size=len(text), max_size=len(text)))
     part = "".join(letter for letter, keep in zip(text, kept, strict=True) if keep)
     assert longest_common_subsequence(part, text) == len(part)
-
-
-def test_verifiers_finds_the_taskset_by_its_short_name() -> None:
-    found = plugin_id("reverse-text")
-    taskset = taskset_class(found)(taskset_config_type(found)(id=found, split="held_out"))
-    tasks = list(taskset)
-    assert [task.data.prompt for task in tasks] == sentences("held_out")
-    assert all(task.data.answer == task.data.prompt[::-1] for task in tasks)
-    assert tasks[0].data.system_prompt == "Reverse the text."
 
 
 def test_demonstrations_show_the_rewarded_reading_at_the_given_rate() -> None:

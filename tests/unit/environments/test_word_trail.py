@@ -7,9 +7,7 @@ from collections import Counter
 
 from meshrl.environments.word_trail.demonstrations import TOOL, conversation, demonstrations
 from meshrl.environments.word_trail.trail import Trail, trails, word_after
-from verifiers.v1.utils.loaders import taskset_class, taskset_config_type
 
-from meshrl.environments.plugins import plugin_id
 from meshrl_examples.model import create_tokenizer
 from meshrl_examples.words import every_word, words_of
 
@@ -55,9 +53,3 @@ def test_a_conversation_with_the_tool_is_short_in_the_tokens_of_the_examples_mod
     token_ids = tokenizer.encode(text)
     assert tokenizer.decode(token_ids) == text
     assert len(token_ids) < 256  # seq_len of configs/word_trail; a token a byte would be four times as many
-
-
-def test_verifiers_finds_the_taskset_by_its_short_name() -> None:
-    found = plugin_id("word-trail")
-    taskset = taskset_class(found)(taskset_config_type(found)(id=found, split="held_out"))
-    assert [task.data.answer for task in taskset] == [trail.words[-1] for trail in trails("held_out")]
