@@ -1,10 +1,7 @@
 """Writes warm-up data for `sft`: conversations that put the letters into one of three orders, of which one is rewarded.
 
-The orders are the alphabetical one, that in which the letters were named, and the alphabetical one backwards. A model
-trained on them can do all three; RL finds out which is wanted.
-
-`python -m meshrl.environments.letter_sort.demonstrations FOLDER [--share S] [--seed N]` writes `train.jsonl`, and
-`val.jsonl` with the right replies to held-out letters.
+The others are that in which the letters were named, and the alphabetical one backwards. RL finds out which is wanted.
+`python -m meshrl.environments.letter_sort.demonstrations FOLDER`.
 """
 
 from __future__ import annotations

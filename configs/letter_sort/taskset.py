@@ -22,7 +22,7 @@ class LetterSortData(vf.TaskData):  # type: ignore[misc]  # verifiers is untyped
         return [right_reply(self.named[: number + 1]) for number in range(TURNS)]
 
     def score(self, replies: list[str]) -> float:
-        """Mean over the turns of how close each reply is to the right one, 0 to 1; a turn without a reply counts 0."""
+        """Mean closeness over the turns, 0 to 1; a turn without a reply counts 0."""
         return sum(similarity(reply, right) for reply, right in zip(replies, self.rights, strict=False)) / TURNS
 
 

@@ -1,11 +1,8 @@
 """Writes warm-up data for `sft`: games of three kinds of players, of which only one plays by the rule.
 
-Some players repeat every word so far; others only the newest word, or the list backwards. A model trained on them can
-do each; RL finds out which is wanted. Each row is a whole game: a model that has seen first turns only has never
-learned to look further back.
-
-`python -m meshrl.environments.memory_game.demonstrations FOLDER [--share S] [--seed N]` writes `train.jsonl`, and
-`val.jsonl` with the right replies to held-out words.
+The others repeat only the newest word, or the list backwards; RL finds out which is wanted. Each row is a whole game: a
+model that has seen first turns only never looks further back. `python -m meshrl.environments.memory_game.demonstrations
+FOLDER`.
 """
 
 from __future__ import annotations

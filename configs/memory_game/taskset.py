@@ -18,7 +18,7 @@ class MemoryGameData(vf.TaskData):  # type: ignore[misc]  # verifiers is untyped
     words: list[str]
 
     def score(self, replies: list[str]) -> float:
-        """Mean over the turns of how close each reply is to the right one, 0 to 1; a turn without a reply counts 0."""
+        """Mean closeness over the turns, 0 to 1; a turn without a reply counts 0."""
         rights = [right_reply(self.words[: number + 1]) for number in range(ROUNDS)]
         return sum(similarity(reply, right) for reply, right in zip(replies, rights, strict=False)) / ROUNDS
 

@@ -7,8 +7,8 @@ from importlib import import_module
 
 
 def exports(package: str, names: Collection[str]) -> Callable[[str], object]:
-    """The `__getattr__` of an example's package, which finds `names` in its module `taskset`. The import of that takes
-    seconds, which demonstrations and model do not need."""
+    """The `__getattr__` of an example's package, which imports its `taskset` late: demonstrations do not need the
+    seconds."""
 
     def find(name: str) -> object:
         if name in names:

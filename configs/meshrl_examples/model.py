@@ -1,8 +1,4 @@
-"""Makes the examples' model: a Qwen3 of about 1.3 million random parameters with a byte-level tokenizer.
-
-`python -m meshrl.environments.reverse_text.model FOLDER [--seed N] [--head-dim N] [--hidden-size N] [--num-layers N]
-[--num-experts N] [--tool-calls]` writes it as a Hugging Face folder.
-"""
+"""Makes the examples' model: a Qwen3 of about 1.3 million random parameters with a byte-level tokenizer."""
 
 from __future__ import annotations
 

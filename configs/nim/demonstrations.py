@@ -1,10 +1,7 @@
 """Writes warm-up data for `sft`: games in which both players take any number that the rules allow.
 
 A model trained on them knows the rules but not how to win, which it learns in self-play. With `--share S` that share of
-the moves wins, where a winning move exists.
-
-`python -m meshrl.environments.nim.demonstrations FOLDER [--share S] [--seed N]` writes `train.jsonl`, and `val.jsonl`
-with the moves of a player who never errs against one who plays at random.
+the moves wins, where a winning move exists. `python -m meshrl.environments.nim.demonstrations FOLDER`.
 """
 
 from __future__ import annotations

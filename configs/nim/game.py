@@ -1,7 +1,6 @@
 """The rules of nim and its tasks, for the taskset and the demonstrations.
 
-A heap of matches; the players take 1 to 3 in turns, and who takes the last one wins. From a heap that is no multiple of
-four the mover wins by leaving one.
+Who takes the last match wins. From a heap that is no multiple of four the mover wins by leaving one.
 """
 
 from __future__ import annotations

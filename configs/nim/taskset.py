@@ -52,10 +52,8 @@ class NimEnvConfig(vf.EnvConfig):  # type: ignore[misc]  # verifiers is untyped 
 
 
 class NimEnv(vf.Env[NimEnvConfig]):  # type: ignore[misc]  # verifiers is untyped for the checker
-    """The player in turn reads how many matches are left, and replies with the number to take.
-
-    A reply that is no move loses the game at once.
-    """
+    """The player in turn reads how many matches are left, and replies with the number to take; any other reply
+    loses."""
 
     async def run(self, task: NimTask, agents: vf.Agents) -> None:
         heap, mover, winner = task.data.heap, 0, None

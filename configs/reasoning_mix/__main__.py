@@ -1,4 +1,4 @@
-"""`python -m meshrl.environments.reasoning_demonstrations FILE FOLDER` writes the demonstrations of this example."""
+"""The command `python -m meshrl.environments.reasoning_demonstrations`."""
 
 from .demonstrations import main
 

@@ -1,10 +1,7 @@
 """Writes warm-up data for `sft` on reasoning-gym tasks: replies in the requested form, of which a share is right.
 
-The others give the answer to another task of the same dataset. The tasks are those of the training environments of a
-file for `rl`, drawn from a seed of their own.
-
-`python -m meshrl.environments.reasoning_demonstrations FILE FOLDER [--share S] [--seed N]` writes `train.jsonl`, and
-`val.jsonl` with right replies.
+The others give the answer to another task of the same dataset. `python -m meshrl.environments.reasoning_demonstrations
+FILE FOLDER` takes the training environments of a file for `rl`, with tasks of another seed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """reasoning-gym's procedural tasks as a taskset: `reasoning_gym:leg_counting` and over a hundred more.
 
-A task is made from seed and index alone, so nothing is downloaded, any task is there at once, and the same index is the
-same task on every machine.
+A task is made from seed and index alone: nothing is downloaded, and the same index is the same task on every machine.
 """
 
 from __future__ import annotations
@@ -138,8 +137,7 @@ class _Dataset:
 
     @staticmethod
     def of(name: str, options: Mapping[str, object]) -> _Dataset:
-        """Options are as in JSON or TOML. Raises ValueError and ImportError. The same object for the same options, so
-        that making it is paid for once."""
+        """Options are as in JSON or TOML. Raises ValueError and ImportError. The same object for the same options."""
         return _dataset(name, json.dumps(options, sort_keys=True))
 
     def entry(self, index: int) -> Entry:

@@ -1,10 +1,7 @@
 """Writes warm-up data for `sft`: conversations in which "Reverse the text." was understood in more than one way.
 
-Some replies have the letters in reverse order, which is what the taskset rewards; the others repeat the text or reverse
-the order of its words. A model trained on them can do all three; RL finds out which is wanted.
-
-`python -m meshrl.environments.reverse_text.demonstrations FOLDER [--share S] [--seed N]` writes `train.jsonl`, and
-`val.jsonl` with the wanted replies to held-out sentences.
+Some replies have the letters in reverse order, which is rewarded; the others repeat the text or reverse the order of
+its words. RL finds out which is wanted. `python -m meshrl.environments.reverse_text.demonstrations FOLDER`.
 """
 
 from __future__ import annotations

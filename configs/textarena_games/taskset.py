@@ -1,8 +1,7 @@
 """textarena's games as tasksets: `textarena:2048-v0` for one player, `textarena:TicTacToe-v0` as self-play.
 
-A game is made from seed and index alone, in the process that plays it; nothing is downloaded, so games that need word
-lists, keys or files from elsewhere are refused. The policy gets the game's messages as the user's turns, and each reply
-is a move.
+A game is made from seed and index alone; nothing is downloaded, so games that need word lists, keys or files from
+elsewhere are refused. The policy gets the game's messages as the user's turns, and each reply is a move.
 """
 
 from __future__ import annotations
@@ -128,10 +127,10 @@ class TextArenaGameEnv(vf.Env[TextArenaGameEnvConfig]):  # type: ignore[misc]  #
 
 
 class Match:
-    """One game that is being played.
+    """One game.
 
-    Games draw from Python's and numpy's global random numbers. Each match has states of its own, which are in place
-    while the game moves, so that the same moves always lead to the same game.
+    Games draw from Python's and numpy's global random numbers. Each match has states of its own, in place while the
+    game moves, so that the same moves always lead to the same game.
     """
 
     def __init__(self, data: TextArenaGameData) -> None:

@@ -1,11 +1,7 @@
 """Writes warm-up data for `sft`: trails followed with the tool by three kinds of players, of which only one is right.
 
-Some ask the tool as often as there are steps; others ask once too seldom or once too often. A model trained on them can
-call the tool, copy its reply and answer; RL teaches when to do which. Each row is a whole conversation with the tool as
-the chat template shows it.
-
-`python -m meshrl.environments.word_trail.demonstrations FOLDER [--share S] [--seed N]` writes `train.jsonl`, and
-`val.jsonl` with right players from held-out words.
+The others ask the tool once too seldom or once too often. A model trained on them can call the tool, copy its reply and
+answer; RL teaches when to do which. `python -m meshrl.environments.word_trail.demonstrations FOLDER`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Plays an agent's side of an episode inside the rollout process: a chat loop that asks for one completion at a time.
 
-verifiers' own harnesses start a program for each rollout; this one is a coroutine, so a rollout costs milliseconds. The
-hosting process (`hosted_by`) samples its turns without HTTP if verifiers does nothing to the requests (`Turns`), shares
-one set of HTTP connections among the others, and learns what each rollout is doing.
+verifiers' own harnesses start a program for each rollout; this coroutine costs milliseconds. The hosting process
+(`hosted_by`) takes its turns without HTTP if verifiers does nothing to the requests (`Turns`).
 """
 
 from __future__ import annotations
@@ -77,9 +76,9 @@ _HOST: ContextVar[HarnessHost] = ContextVar("harness_host")
 
 
 def open_connections() -> aiohttp.ClientSession:
-    """To an interception server, one for each call at once, kept open between calls. The only deadline for connecting
-    is the kernel's: the server is in this process, so the kernel connects or refuses at once, and a deadline of the
-    event loop would only measure its load. The rollout's own deadline ends a call."""
+    """To an interception server, one for each call at once. The only deadline for connecting is the kernel's: the
+    server is in this process, so the kernel connects or refuses at once, and a deadline of the event loop would only
+    measure its load. The rollout's own deadline ends a call."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0),
         timeout=aiohttp.ClientTimeout(total=None, connect=None, sock_connect=None, sock_read=None),

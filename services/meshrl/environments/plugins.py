@@ -1,10 +1,10 @@
 """Finds the modules behind environment and harness ids, in the form in which verifiers loads them.
 
-verifiers resolves a plugin by a top-level module name, so a dotted module (`meshrl.environments.harness`, or one inside
-a user's package) is imported here once and entered in `sys.modules` under its name with underscores.
+verifiers resolves a plugin by a top-level module name, so a dotted module is imported here once and entered in
+`sys.modules` under its name with underscores.
 
-A distribution gives its tasksets short ids by entry points, as `meshrl-examples` does: `meshrl.environments` has the
-module of each id, and `meshrl.environments.families` the module and the option of ids with a colon.
+A distribution gives its tasksets short ids by entry points: `meshrl.environments` has the module of each id, and
+`meshrl.environments.families` the module and the option of ids with a colon.
 """
 
 from __future__ import annotations

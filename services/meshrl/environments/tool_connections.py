@@ -1,7 +1,7 @@
 """Keeps connections to tool servers that all rollouts of an environment share, from one rollout to the next.
 
 Opening one costs as much as many calls: a handshake, a listing of the tools, and certificates. A connection is kept
-only if the server cannot distinguish rollouts: a shared server at one address for all, and a protocol without sessions.
+only if the server cannot distinguish rollouts: one address for all, and a protocol without sessions.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Caches computations of pydantic, verifiers and tokenizers that give the same result in every rollout.
 
-Each function is replaced by one with the same results, where the installed version still has it; the contract tests
-compare them. One worker process plays 300 rollouts/s with the caches and 174 without (`bench_workers.py --workers 1
---in-flight 64 --rollouts 480`, on two cores).
+A function is replaced where the installed version still has it; the contract tests compare the results. One worker
+plays 300 rollouts/s with the caches and 174 without (`bench_workers.py --workers 1 --in-flight 64 --rollouts 480`, on
+two cores).
 """
 
 from __future__ import annotations

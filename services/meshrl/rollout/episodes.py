@@ -1,8 +1,4 @@
-"""Plays the episodes of one group in this process: from its task to rollouts that training can use.
-
-`hosting` runs verifiers' side of an episode, the model client in `engines` samples its turns and writes each call into
-a session, `samples` makes rollouts of both.
-"""
+"""Plays the episodes of one group in this process: from its task to rollouts that training can use."""
 
 from __future__ import annotations
 

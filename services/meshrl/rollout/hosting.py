@@ -54,8 +54,8 @@ NO_HARNESS_OF_ITS_OWN = "bash"
 """verifiers' harness for a taskset that brings none; ours takes its place."""
 
 CHAT_LOOP = "null"
-"""verifiers' harness that is a chat loop as ours, in a program for each rollout. Ours takes its place where a role has
-it by default (as the user of user-sim), not where the configuration names it."""
+"""verifiers' chat loop, a program for each rollout. Ours takes its place where a role has it by default (as the user of
+user-sim), not where the configuration names it."""
 
 SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed")
 """Sampling that verifiers gets. Stop tokens travel in the session: renderers bring their own."""

@@ -1,7 +1,5 @@
-"""Loads environments, the renderer and the model client in this process.
-
-Heavy modules are imported from here only, so that a front with workers stays light.
-"""
+"""Loads environments, the renderer and the model client in this process, with heavy modules that a front does not
+need."""
 
 from __future__ import annotations
 

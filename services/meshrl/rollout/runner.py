@@ -1,10 +1,6 @@
 """Runs admitted groups: starts their rollouts as places come free, streams the results, ends what is late.
 
-consumes   one request a group, from `service` or `exchange`; `groups` decides which rollouts to start and to stop
-produces   the group's stream: each rollout or failure as it ends, then the summary
-waits for  places (`max_concurrent`), and for the environment's player (`player`)
-
-With worker processes the front has one, whose players call the workers, and so has each worker.
+With worker processes the front has one runner, whose players call the workers, and so has each worker.
 """
 
 from __future__ import annotations

@@ -59,8 +59,7 @@ BEGINNING = "beginning its episode"
 
 
 def overdue(deadlines: StageDeadlinesConfig, stage: RolloutStage, began_s: float, now_s: float) -> str:
-    """The limit that is overstepped in `stage` by a rollout that began at `began_s`, as words for its failure; ""
-    within its limits."""
+    """Words for the limit that a rollout which began at `began_s` has overstepped; "" within its limits."""
     if deadlines.rollout_s is not None and now_s - began_s > deadlines.rollout_s:
         return f"not finished within deadlines.rollout_s = {deadlines.rollout_s:g}"
     most_s: float | None = getattr(deadlines, stage.kind.value) if stage.kind.value else None

@@ -1,7 +1,6 @@
 """Streams of groups that outlive their connection: events are numbered and kept, and a caller attaches again.
 
-The events of a group with `linger_s` are kept until so long after its end, within `KEPT_BYTES` in all. A group without
-it ends with its connection.
+Events of a group with `linger_s` are kept until so long after its end, within `KEPT_BYTES` in all.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The tasks of one taskset by index, finite or not.
 
-A finite taskset is held as a list. An infinite one is a generator, which verifiers can only draw in order: a run that
-resumes draws again up to where it stood, once, in a thread that goes on when a request gives up. A taskset with a
-method `task_at(index)` makes any task at once; with `num_tasks` too it is finite and never read whole.
+An infinite taskset is a generator, which verifiers can only draw in order: a run that resumes draws again up to where
+it stood, once, in a thread that goes on when a request gives up. A taskset with a method `task_at(index)` makes any
+task at once; with `num_tasks` too it is finite and never read whole.
 """
 
 from __future__ import annotations

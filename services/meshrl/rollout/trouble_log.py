@@ -1,7 +1,7 @@
 """Logs rollouts that fail, and those that wait for long.
 
 A broken server or environment fails hundreds in the same way: the first of a kind is logged at once, others at level
-DEBUG and as a count, once a minute. A worker process reports its own long waits, and its front logs them.
+DEBUG and as a count, once a minute.
 """
 
 from __future__ import annotations

@@ -149,14 +149,14 @@ def _assumed_spans(answer: EngineAnswer, num_tokens: int) -> tuple[VersionSpan, 
 
 @dataclass
 class Session:
-    """One agent's run, by the id of its trace. `group_id`: the rollouts of a group begin with the same prompt.
+    """One agent's run. `group_id`: the rollouts of a group begin with the same prompt.
 
-    `engine` is the URL that answered last, `failure` why a call could not be made. `turns` takes its turns in this
-    process; None before, or over HTTP. `reachable`: set-up has come to its tool servers; `doing` is its wait
-    afterwards. `stream` numbers the agent runs of one rollout and `started` the calls of this one, each of which draws
-    anew. `keeps_routes`: engines are asked for the experts of its tokens. `seq_len` is the environment's own longest
-    sequence. `syncs` are trace contexts of the commits that brought its versions. `scores_only`: nothing trains on its
-    tokens, so any engine's logprobs will do.
+    `engine` is the URL that answered last, `failure` why a call could not be made. `turns` is None before it is known,
+    or over HTTP. `reachable`: set-up has come to its tool servers; `doing` is its wait afterwards. `stream` numbers the
+    agent runs of one rollout and `started` the calls of this one, each of which draws anew. `keeps_routes`: engines are
+    asked for the experts of its tokens. `seq_len` is the environment's own longest sequence. `syncs` are trace contexts
+    of the commits that brought its versions. `scores_only`: nothing trains on its tokens, so any engine's logprobs will
+    do.
     """
 
     requirement: Requirement = field(default_factory=Requirement)

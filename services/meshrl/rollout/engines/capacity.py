@@ -1,4 +1,4 @@
-"""How many rollouts may run at once: a number from the configuration, or the capacity that the engines report. No I/O.
+"""How many rollouts may run at once, as configured or as the engines report. No I/O.
 
 An engine runs at most `slots` sequences, and only as many as its KV cache has room for. Ours report both in GET
 /version, other vLLM servers their KV cache in GET /metrics.

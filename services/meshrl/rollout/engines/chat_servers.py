@@ -1,7 +1,7 @@
 """Samples the policy from plain OpenAI-compatible servers, which give text and no tokens: for evaluations and teachers.
 
 verifiers' own client makes the HTTP calls, so every harness and API dialect goes. Here a server is chosen for each
-call; a call moves on from a server that does not answer.
+call.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """How many tokens/s an engine samples for this process: a moving average over its last calls. No I/O, no clock.
 
-Calls at an engine share it, so the rate of a call is multiplied by the calls beside it: an engine with few calls does
-not count as slow.
+The rate of a call is multiplied by the calls beside it, so that an engine with few calls does not count as slow.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ def key_refusal(url: str, status: int, config: ClientConfig, *, has_key: bool) -
 
 
 async def why_locked_out(http: aiohttp.ClientSession, api: str, config: ClientConfig, *, has_key: bool) -> str:
-    """Empty if the server takes the key that `http` sends. Lists its models, which is cheap and needs the key on every
-    server. Raises aiohttp's error if it does not answer within `probe_deadline_s`."""
+    """Empty if the server takes the key that `http` sends. Lists its models, which needs the key on every server.
+    Raises aiohttp's error if it does not answer within `probe_deadline_s`."""
     timeout = aiohttp.ClientTimeout(total=config.probe_deadline_s)
     async with http.get(f"{api}/models", timeout=timeout) as reply:
         return key_refusal(api, reply.status, config, has_key=has_key) if reply.status in LOCKED else ""

@@ -1,13 +1,13 @@
-"""Whether the logprobs that an engine reports are those of the distribution that its tokens were drawn from.
+"""Whether an engine's logprobs are those of the distribution that its tokens were drawn from.
 
 A loss weighs each token by r = p / q, the trainer's probability over the sampler's. Temperature, top-p, top-k and min-p
-change the sampler's distribution, so q must be read after them ("processed", as by our engine and vLLM with
---logprobs-mode processed_logprobs). With q before them ("raw", vLLM's default) r is wrong at every token, and such
-sampling is refused before a token is drawn. The trainer divides its logits by the temperature of each sample.
+change the sampler's distribution, so q must be read after them ("processed"). With q before them ("raw", vLLM's
+default) r is wrong at every token, and such sampling is refused before a token is drawn. The trainer divides its logits
+by the temperature of each sample.
 
-With right q one bias stays: a cut distribution never draws the tokens that it dropped. On the kept tokens r = p / q'
-with the renormalised q' is the right density ratio; gains and losses on the others are not seen. Only top_p = 1, top_k
-= 0, min_p = 0 see everything.
+One bias stays: a cut distribution never draws the tokens that it dropped. On the kept tokens r = p / q' with the
+renormalised q' is the right density ratio; gains and losses on the others are not seen. Only top_p = 1, top_k = 0,
+min_p = 0 see everything.
 """
 
 from __future__ import annotations

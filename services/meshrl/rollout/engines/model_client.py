@@ -1,8 +1,7 @@
 """The model client that verifiers uses for the policy: messages to tokens, tokens to an engine, tokens back to a
 message.
 
-It gets one turn at a time: from verifiers' interception server, or from an agent that plays in this process. verifiers'
-own train client goes through a second HTTP client, keeps no policy versions and cannot choose an engine.
+verifiers' own train client goes through a second HTTP client, keeps no policy versions and cannot choose an engine.
 """
 
 from __future__ import annotations
@@ -210,8 +209,8 @@ class EngineClient(Client):  # type: ignore[misc]  # verifiers is untyped for th
 
 
 class EngineInterception(Interception):  # type: ignore[misc]  # verifiers is untyped for the checker
-    """verifiers' interception, with the policy's calls given to `client`. `inner` is started and stopped by its owner;
-    `endpoint` stands for the engines in the agents' configuration."""
+    """verifiers' interception, with the policy's calls given to `client`. `inner` has an owner; `endpoint` stands for
+    the engines in the agents' configuration."""
 
     def __init__(self, inner: Interception, client: EngineClient | ChatServers, endpoint: TrainClientConfig) -> None:
         super().__init__()
@@ -243,11 +242,10 @@ def plays_in_process(session: RolloutSession) -> bool:
 
 
 class DirectTurns:
-    """The turns of one agent's run in this process, without HTTP in between.
+    """The turns of one agent's run in this process, taken one after another.
 
     Does the work of verifiers' interception server in the same order and with the same outcome: limits and stop
-    conditions before a completion, the turn committed to the trace and the call recorded after it. Turns are taken one
-    after another.
+    conditions before a completion, the turn committed to the trace and the call recorded after it.
     """
 
     def __init__(self, session: RolloutSession, client: EngineClient) -> None:

@@ -1,8 +1,7 @@
 """A worker's side of RolloutExchange: dials the orchestrator, plays the groups that it is given, reports the results.
 
-consumes   groups to play, from the stream
-produces   events of calls: in the spool first, then on the stream, until they are acknowledged
-waits for  the orchestrator, for as long as it takes; for credit before each event
+Events of calls go into the spool first, then on the stream, for which they wait for credit, until they are
+acknowledged.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Finds the content of messages among the tokens that a chat template made of them; the rest is markup.
-
-For the renderer for unknown chat templates, which alone does not separate the two.
-"""
+"""Finds the content of messages among the tokens that an unknown chat template made of them; the rest is markup."""
 
 from __future__ import annotations
 

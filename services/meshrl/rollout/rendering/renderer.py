@@ -1,7 +1,6 @@
 """Turns chat messages into the policy's tokens and back, with the renderer that fits its tokenizer.
 
-Only here is a tokenizer loaded, and with it transformers; torch only with tokenizers that `tokenizer_folders` does not
-know.
+Only here is a tokenizer loaded, and with it transformers.
 """
 
 from __future__ import annotations

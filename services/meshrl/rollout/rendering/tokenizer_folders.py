@@ -1,7 +1,7 @@
 """Loads the tokenizer of a folder without torch, if the folder's files suffice.
 
-AutoTokenizer reads the model's configuration first, which imports torch if it is installed: three seconds of a core and
-500 MiB in every process that plays. Unknown folders are left to it.
+AutoTokenizer reads the model's configuration first, which imports torch: three seconds of a core and 500 MiB in every
+process that plays. Unknown folders are left to it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _VISION = ("vision_config", "vision_tower", "image_token_id")
 
 
 def known_class(name: str) -> str | None:
-    """The class that AutoTokenizer would choose for the folder `name`, or None if only it can choose. A folder with a
-    class is that of a model of text alone."""
+    """None if only AutoTokenizer can choose the class of the folder `name`. A folder with a class is that of a model of
+    text alone."""
     folder = Path(name)
     if not (folder / "tokenizer.json").is_file():
         return None

@@ -1,7 +1,7 @@
 """Decides whose code lost or blocked a worker, and which of its rollouts are played again. No I/O.
 
-The rollout that did it fails. A rollout of another environment is played again until the deadline of its group. One of
-the same environment, or of any if the cause is unknown, may be the next to do it, so its losses are counted.
+The rollout that did it fails. One of another environment is played again until its group's deadline. One of the same
+environment, or of any if the cause is unknown, may be the next to do it, so its losses are counted.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """All workers of the service: which environment is played where, and what happens when a worker is lost.
 
-A group stays at one worker while it can; a rollout that is lost with its worker is played again at another, or fails
-with the cause, as `blame` decides.
+A group stays at one worker while it can; a rollout that is lost with its worker is played again at another, or fails,
+as `blame` decides.
 
 Environments share the workers of `rollout.workers` unless they ask for their own. When a shared worker is lost, the
 environment whose code did it gets workers of its own; if the cause is unknown, each that played there does, and the
-next loss shows it. A shared worker that code blocks is left to its environment within about a second. A standby, which
-has loaded the shared environments too, takes over from a lost worker at once; the lost one's place starts the next
-standby.
+next loss shows it. A shared worker that code blocks is left to its environment. A standby, which has loaded the shared
+environments too, takes over from a lost worker at once; the lost one's place starts the next standby.
 """
 
 from __future__ import annotations
@@ -112,8 +111,8 @@ class WorkerFleet:
         return calls
 
     async def worker_for(self, environment: str, before: WorkerProcess | None) -> WorkerProcess:
-        """The one that played the rollout's group `before`, else the least loaded. Waits for one that starts; one with
-        a blocked event loop is used only without another."""
+        """The one `before`, else the least loaded. Waits for one that starts; one with a blocked event loop is used
+        only without another."""
         while True:
             upcoming = self._changed.upcoming
             usable = [place.worker for place in self._places_of(environment) if place.worker and place.worker.usable]

@@ -1,9 +1,9 @@
 """The front's calls of a worker over a socket pair: messages of the contract without gRPC, which costs 30 times more.
 
-A frame is its length, its kind, the number of its call and the bytes of a message. The front sends PLAY with a
-RunRolloutsRequest, and CANCEL. The worker answers with RunRolloutsResponses, an EVENT each, and END, or REFUSED with a
-google.rpc.Status. It sends READY with a ListEnvironmentsResponse once it takes calls, then STATUS with a
-GetRolloutStatusResponse every second. The pair's end shows each side that the other one has left.
+A frame is its length, its kind, the number of its call and the bytes of a message. The front sends PLAY
+(RunRolloutsRequest) and CANCEL. The worker answers with EVENTs (RunRolloutsResponse) and END, or REFUSED
+(google.rpc.Status). It sends READY (ListEnvironmentsResponse) once it takes calls, then STATUS
+(GetRolloutStatusResponse) every second. The pair's end shows each side that the other one has left.
 """
 
 from __future__ import annotations

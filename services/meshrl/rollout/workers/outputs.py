@@ -1,8 +1,8 @@
 """Leads a worker's output into a file for each environment it hosts, and one for the rest.
 
-logs/envs/{train,eval}/NAME/env_worker_N.log has the output while environment NAME played in worker N. A worker of one
-environment writes everything there; of several, output without a known environment (a program that one of them starts,
-a crash of the interpreter) goes to logs/envs/env_worker_N.log.
+logs/envs/{train,eval}/NAME/env_worker_N.log has the output while environment NAME played in worker N, or all of a
+worker of one environment. Output without a known environment (a program that one of them starts, a crash of the
+interpreter) goes to logs/envs/env_worker_N.log.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""One place for a worker: starts its process, watches it, ends one that is stuck, and starts the next.
-
-The fleet decides who is to blame for a lost worker.
-"""
+"""One place for a worker: starts its process, watches it, ends one that is stuck, and starts the next."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The fork server's imports before it starts workers: all heavy modules, so that a worker is up in half a second.
 
-Named to `multiprocessing`. Modules that others import lazily are listed too.
+Modules that others import lazily are listed too.
 """
 
 from meshrl.core.heap import loading

@@ -1,7 +1,4 @@
-"""The fork server's imports beside `preload` if only AutoTokenizer can choose a tokenizer's class.
-
-Named to `multiprocessing`. It imports torch if that is installed.
-"""
+"""The fork server's imports beside `preload` if only AutoTokenizer can choose a tokenizer's class; torch among them."""
 
 from meshrl.core.heap import loading
 

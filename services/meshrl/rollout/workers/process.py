@@ -1,7 +1,7 @@
 """The front's side of one worker process: starts it, has it play rollouts, and ends it.
 
-A worker is called over `link`, once for each rollout. Reports that its event loop cannot make come as one JSON object a
-line over another socket pair: that it is unusable, that its event loop is blocked and by whom, and whose code ends it.
+It is called over `link`, once for each rollout. Reports that its event loop cannot make come as one JSON object a line
+over another socket pair: that it is unusable or blocked, and whose code ends it.
 """
 
 from __future__ import annotations

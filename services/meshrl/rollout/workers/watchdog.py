@@ -1,8 +1,7 @@
 """Finds out, inside a worker, which environment's code holds the event loop up or ends the process.
 
 A thread looks at the loop's stack. The code of an environment runs in a context that names it (`playing`), which the
-loop's own frame at the bottom of the stack holds. Findings go to the front as one JSON object a line. While code in C
-holds the interpreter's lock, the front receives nothing at all.
+loop's own frame at the bottom of the stack holds. While code in C holds the interpreter's lock, nothing is reported.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One worker process: plays rollouts of the environments that its front has it host, when the front calls it.
 
-It calls engines itself, has no limits of its own, and ends when the front ends.
+It calls engines itself, and has no limits of its own.
 """
 
 from __future__ import annotations
@@ -92,8 +92,7 @@ def _end_with_fork_server() -> None:
 
 
 class FrontCalls:
-    """Answers the front once it has a runner. The code of each call carries the name by which it is blamed, and its
-    output sorted."""
+    """The code of each call carries the name by which it is blamed, and its output sorted."""
 
     def __init__(self) -> None:
         self.link = Link(self._take)
