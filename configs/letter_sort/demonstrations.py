@@ -16,7 +16,6 @@ from .letters import SYSTEM_PROMPT, Turns, right_reply, tasks
 
 PASSES = 6
 SHARE = 0.3
-"""Share of conversations in alphabetical order."""
 
 
 def as_named(named: Turns) -> str:

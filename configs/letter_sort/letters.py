@@ -14,11 +14,9 @@ NEW_LETTERS = 2
 TASKS = {"train": 1536, "held_out": 128}
 
 Turns = list[list[str]]
-"""The letters that the user names, turn by turn."""
 
 
 def right_reply(named: Turns) -> str:
-    """Every letter so far in alphabetical order."""
     return " ".join(sorted(letter for letters in named for letter in letters))
 
 

@@ -13,8 +13,6 @@ from .letters import SYSTEM_PROMPT, TURNS, Turns, right_reply, tasks
 
 
 class LetterSortData(vf.TaskData):  # type: ignore[misc]  # verifiers is untyped for the checker
-    """The letters of one conversation."""
-
     named: Turns
 
     @property
@@ -36,7 +34,6 @@ class LetterSortTask(vf.Task[LetterSortData]):  # type: ignore[misc]  # verifier
 
     @vf.metric  # type: ignore[untyped-decorator]  # verifiers is untyped for the checker
     async def exact(self, trace: vf.Trace) -> float:
-        """1 for a conversation without a mistake."""
         return float([message.content or "" for message in trace.assistant_messages] == self.data.rights)
 
 

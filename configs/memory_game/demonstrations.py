@@ -17,7 +17,6 @@ from .game import SYSTEM_PROMPT, games, right_reply
 
 PASSES = 6
 SHARE = 0.3
-"""Share of games played by the rule."""
 
 
 def newest_word(words: list[str]) -> str:

@@ -13,8 +13,6 @@ from .game import ROUNDS, SYSTEM_PROMPT, games, right_reply
 
 
 class MemoryGameData(vf.TaskData):  # type: ignore[misc]  # verifiers is untyped for the checker
-    """One game."""
-
     words: list[str]
 
     def score(self, replies: list[str]) -> float:
@@ -33,7 +31,6 @@ class MemoryGameTask(vf.Task[MemoryGameData]):  # type: ignore[misc]  # verifier
 
     @vf.metric  # type: ignore[untyped-decorator]  # verifiers is untyped for the checker
     async def exact(self, trace: vf.Trace) -> float:
-        """1 for a game without a mistake."""
         replies = [message.content or "" for message in trace.assistant_messages]
         return float(replies == [right_reply(self.data.words[: number + 1]) for number in range(ROUNDS)])
 

@@ -16,7 +16,6 @@ from .game import SYSTEM_PROMPT, heaps, moves, right_move
 
 PASSES = 3
 SHARE = 0.0
-"""Of moves that are the winning ones."""
 
 Messages = list[dict[str, str]]
 

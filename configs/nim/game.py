@@ -12,9 +12,7 @@ from meshrl_examples.words import Split
 
 SYSTEM_PROMPT = "Take 1 to 3."
 MOST = 3
-"""Matches that a move takes at most."""
 HEAPS = range(1, 12)
-"""Matches that a game begins with."""
 TASKS = {"train": 1536, "held_out": 128}
 
 

@@ -17,9 +17,7 @@ from meshrl_examples.demonstrations import read_arguments, write_rows
 from .taskset import ReasoningGymConfig, ReasoningGymTask, ReasoningGymTaskset
 
 SHARE = 0.5
-"""Share of right replies."""
 ROWS = {"train": 3000, "val": 64}
-"""Tasks of each dataset."""
 
 
 def tasks(file: Path, *, size: int, seed: int) -> list[list[ReasoningGymTask]]:
@@ -52,7 +50,6 @@ def demonstrations(
 
 
 def write_demonstrations(file: Path, folder: Path, *, share: float = SHARE, seed: int = 0) -> None:
-    """The datasets are shuffled into each other."""
     parts = {}
     for number, (name, size) in enumerate(ROWS.items()):
         source = random.Random(f"{seed}/{name}")

@@ -90,7 +90,6 @@ class ReasoningGymTask(vf.Task[ReasoningGymData]):  # type: ignore[misc]  # veri
 
     @vf.metric  # type: ignore[untyped-decorator]  # verifiers is untyped for the checker
     async def answered(self, trace: vf.Trace) -> float:
-        """1 for a reply with an answer between the tags."""
         return float(_answer(trace) is not None)
 
     def _score(self, answer: str | None) -> float | None:

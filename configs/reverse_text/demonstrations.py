@@ -16,11 +16,9 @@ from .sentences import SYSTEM_PROMPT, sentences
 
 PASSES = 4
 SHARE = 0.3
-"""Share of replies that have the letters in reverse order."""
 
 
 def letters_reversed(text: str) -> str:
-    """The reading that is rewarded."""
     return text[::-1]
 
 

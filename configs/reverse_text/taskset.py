@@ -13,8 +13,6 @@ from .sentences import SYSTEM_PROMPT, sentences
 
 
 class ReverseTextData(vf.TaskData):  # type: ignore[misc]  # verifiers is untyped for the checker
-    """One sentence and its reverse."""
-
     answer: str
 
 
@@ -23,12 +21,10 @@ class ReverseTextTask(vf.Task[ReverseTextData]):  # type: ignore[misc]  # verifi
 
     @vf.reward  # type: ignore[untyped-decorator]  # verifiers is untyped for the checker
     async def lcs_ratio(self, trace: vf.Trace) -> float:
-        """Similarity of the reply to the reversed text, 0 to 1."""
         return similarity(trace.last_reply or "", self.data.answer)
 
     @vf.metric  # type: ignore[untyped-decorator]  # verifiers is untyped for the checker
     async def exact(self, trace: vf.Trace) -> float:
-        """1 for a perfect reply."""
         return float(trace.last_reply == self.data.answer)
 
 

@@ -17,7 +17,6 @@ from .trail import STEPS, SYSTEM_PROMPT, Trail, trails
 
 PASSES = 3
 SHARE = 0.3
-"""Share of trails followed right."""
 
 TOOL: dict[str, object] = {
     "type": "function",

@@ -13,8 +13,6 @@ from .trail import SYSTEM_PROMPT, trails
 
 
 class WordTrailData(vf.TaskData):  # type: ignore[misc]  # verifiers is untyped for the checker
-    """One trail and the word that it leads to."""
-
     answer: str
 
 
@@ -23,12 +21,10 @@ class WordTrailTask(vf.Task[WordTrailData]):  # type: ignore[misc]  # verifiers 
 
     @vf.reward  # type: ignore[untyped-decorator]  # verifiers is untyped for the checker
     async def right(self, trace: vf.Trace) -> float:
-        """1 when the last reply is the word."""
         return float(trace.last_reply == self.data.answer)
 
     @vf.metric  # type: ignore[untyped-decorator]  # verifiers is untyped for the checker
     async def tool_calls(self, trace: vf.Trace) -> float:
-        """Answers that the tool gave."""
         return float(len(trace.tool_messages))
 
 

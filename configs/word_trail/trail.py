@@ -23,7 +23,6 @@ class Trail(NamedTuple):
 
     @property
     def words(self) -> list[str]:
-        """From the start to the answer."""
         words = [self.start]
         for _ in range(self.steps):
             words.append(word_after(words[-1]))

@@ -35,8 +35,6 @@ class ChatEngine:
 
 
 class ChatEngines:
-    """Those that are configured, or those that the weight hub lists."""
-
     def __init__(self, urls: Iterable[str], hub: WeightSyncClient | None, *, api_key: str, failover_s: float) -> None:
         self._api_key = api_key
         self._hub = hub
@@ -51,7 +49,6 @@ class ChatEngines:
         self._known[url] = ChatEngine(url, openai, pool)
 
     async def look(self) -> None:
-        """Asks the hub for its engines, and each engine for its version."""
         if self._hub is not None:
             try:
                 listed = {e.url.rstrip("/"): e.engine_pool for e in await self._hub.list_engines() if e.routable}

@@ -21,8 +21,6 @@ Row = dict[str, Any]
 
 
 class HostedOldEnv:
-    """One environment and the rows of its dataset."""
-
     def __init__(self, config: OldEnv, env: vf.Environment, engines: ChatEngines, model: str, seq_len: int) -> None:
         self.name = config.resolved_name
         self.engines = engines

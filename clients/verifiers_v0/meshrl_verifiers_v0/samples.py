@@ -43,7 +43,6 @@ class OpenSample:
     spans: list[VersionSpan] = field(default_factory=list)
 
     def extended_by(self, prompt_ids: Sequence[int]) -> bool:
-        """The prompt continues these very tokens."""
         return list(prompt_ids[: len(self.ids)]) == self.ids
 
     def add(self, tokens: Mapping[str, Any], sampled: Sampled) -> None:

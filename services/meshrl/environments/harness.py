@@ -39,7 +39,6 @@ __all__ = [
 ]
 
 ChatMessage = dict[str, Any]
-"""A message, or a tool, of the chat completions API."""
 
 TOOL_DISCOVERY_DEADLINE_S = 60.0
 OK = ProgramResult(exit_code=0, stdout="", stderr="")
@@ -88,7 +87,6 @@ def open_connections() -> aiohttp.ClientSession:
 
 @contextmanager
 def hosted_by(host: HarnessHost) -> Iterator[None]:
-    """Conversations that start within have this host."""
     token = _HOST.set(host)
     try:
         yield

@@ -18,7 +18,6 @@ OLD_API = re.compile(r"^(async )?def load_environment\(", re.MULTILINE)
 
 
 def why_not_loaded(taskset_id: str, error: Exception) -> str:
-    """One sentence or two for an id whose import ended in `error`."""
     module = module_of(taskset_id)
     if is_of_the_old_api(module):
         return (

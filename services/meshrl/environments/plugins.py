@@ -27,7 +27,6 @@ NAMESAKES = {
 
 @cache
 def registered(group: str = TASKSETS) -> Mapping[str, EntryPoint]:
-    """A group's entry points, by the ids of tasksets."""
     return {found.name: found for found in entry_points(group=group)}
 
 

@@ -16,9 +16,9 @@ from meshrl.trials.config import TrialsConfig
 class EvaluationConfig(TrialsConfig):
     """Evaluates a model, and the checkpoints of a run, in any number of environments at once.
 
-    The model is behind client.base_url, an engine that `inference` started or any server of /v1/chat/completions, or at
-    an engine that this command starts (--inference). Every rollout is a line of results.jsonl; the same command plays
-    only missing ones.
+    The model is behind client.base_url, an engine of `inference` or any server of /v1/chat/completions, or at an engine
+    that this command starts (--inference). Every rollout is a line of results.jsonl; the same command plays only
+    missing ones.
     """
 
     everyday_keys: ClassVar[Mapping[str, Sequence[str]]] = {

@@ -23,8 +23,7 @@ from meshrl.wire.values import JsonObject
 
 
 class Evaluation:
-    """`loads`: the engines load each set; else the served weights are evaluated. A rollout passes from a reward of
-    `pass_threshold` on."""
+    """`loads`: the engines load each set; else the served weights are evaluated."""
 
     def __init__(
         self,

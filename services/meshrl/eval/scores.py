@@ -36,7 +36,6 @@ class EnvironmentScores:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Named as in the evaluations of a run."""
         name, k = f"eval/{self.environment}", self.group_size
         values = {
             f"{name}/asked": float(self.asked),
@@ -69,7 +68,6 @@ def score(
     pass_threshold: float,
     resamplings: int,
 ) -> EnvironmentScores:
-    """`rows` are of `environment` and of one set of weights."""
     by_task: dict[int, list[float]] = defaultdict(list)
     for row in rows:
         by_task[row["task"]].append(row["reward"])

@@ -22,7 +22,6 @@ FoundT = TypeVar("FoundT")
 Teardown = Callable[[SubprocessRuntime], Awaitable[None]]
 
 KEPT = 4096
-"""Entries of each cache."""
 
 
 def install() -> None:

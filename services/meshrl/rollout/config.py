@@ -63,8 +63,8 @@ class ClientConfig(BaseConfig):
     """Seconds that one model call may take."""
 
     failover_s: float = Field(default=30.0, gt=0.0)
-    """Seconds that a model call looks for an engine before its rollout fails, and that an engine may be silent before
-    its calls move to others."""
+    """Seconds that a model call looks for an engine, and that an engine may be silent before its calls move to
+    others."""
 
 
 class ExchangeLinkConfig(BaseConfig):
@@ -121,8 +121,8 @@ class RolloutConfig(BaseConfig):
 
     max_concurrent: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Most rollouts at once. auto follows the engines' reported capacity: their slots, or the rollouts of recent
-    lengths that fit into their KV cache, plus an eighth that waits at the engines; up to four times as many while
-    rollouts spend their time outside of model calls. An engine that reports nothing counts 256."""
+    lengths that fit into their KV cache, and an eighth more; up to four times as many while rollouts spend their time
+    outside of model calls. An engine that reports nothing counts 256."""
 
     max_queued: int = Field(default=4096, ge=0)
     """Most rollouts that wait for a place; a group that does not fit is refused with RESOURCE_EXHAUSTED."""
@@ -136,15 +136,14 @@ class RolloutConfig(BaseConfig):
     other programs. 0 plays in this process, which an environment that blocks or exits takes with it."""
 
     standby: bool = True
-    """If environments share workers, keep one more that has loaded them, to replace a lost one at once. false saves its
-    memory."""
+    """If environments share workers, keep one more that has loaded them, to replace a lost one at once."""
 
     max_memory_mib: int | None = Field(default=None, ge=64)
     """Most MiB that a worker may take beyond its use after loading the tasks; one above it is replaced. None: half of
     the machine's memory."""
 
     blocked_s: float = Field(default=3.0, gt=0.0)
-    """Seconds that an environment may block the event loop of a shared worker before the worker is replaced and the
+    """Seconds that an environment may block a shared worker's event loop before the worker is replaced and the
     environment gets one of its own. A ready standby takes over after a second, and the environment keeps the worker."""
 
     max_turns: int | None = Field(default=None, ge=1)
@@ -169,7 +168,7 @@ class RolloutConfig(BaseConfig):
     """Folder for logs and traces."""
 
     readable_by: ReadableBy = "owner"
-    """Who may read what this program writes: its own user, also the group of the files, or everyone on the machine.
+    """Who may read this program's files: its own user, also the group of the files, or everyone on the machine.
     Credentials stay for the owner."""
 
     log: LogConfig = LogConfig()

@@ -55,7 +55,6 @@ class EpisodePlayer:
         self.look_every_s = None if shortest is None else min(LOOK_EVERY_S, shortest / 4)
         """Seconds between two looks for overdue episodes; None without deadlines."""
         self.ending: set[asyncio.Task[tuple[Rollout, ...] | RolloutFailure]] = set()
-        """Abandoned episodes that still clean up."""
 
     @property
     def info(self) -> EnvironmentInfo:
@@ -183,7 +182,6 @@ class LocalEpisodes:
         """Nothing is held beyond the episodes."""
 
     def _open_session(self, index: int, sessions: dict[str, Session], traceparent: str, trace: Trace) -> None:
-        """Called by verifiers as an agent's run begins."""
         request = self._request
         session = Session(
             self._need,

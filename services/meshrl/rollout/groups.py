@@ -185,7 +185,6 @@ class Admissions:
             self._waiting.pop(group.request.run_id, None)
 
     def named(self, group_ids: Collection[str]) -> list[AdmittedGroup]:
-        """The running groups with these ids, or all."""
         return [group for group in self._groups.values() if not group_ids or group.request.group_id in group_ids]
 
     def remove(self, group: AdmittedGroup) -> None:
@@ -193,7 +192,6 @@ class Admissions:
             self._group_ids.discard(group.request.group_id)
 
     def rate(self, now: float) -> float:
-        """Finished rollouts a second, over the last minute."""
         self._forget_finished(now)
         return len(self._finished_at) / RATE_WINDOW_S
 
@@ -230,5 +228,4 @@ LATE = "not finished within deadline_s = "
 
 
 def late(request: RolloutRequest) -> str:
-    """Begins every message about a group's deadline."""
     return f"{LATE}{request.deadline_s:g}"

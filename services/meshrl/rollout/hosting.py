@@ -48,7 +48,6 @@ from meshrl.rollout.tasks import TaskSource
 from meshrl.wire.types import EnvironmentInfo, Sampling
 
 PolicyClient = EngineClient | ChatServers
-"""Samples the policy's turns."""
 
 NO_HARNESS_OF_ITS_OWN = "bash"
 """verifiers' harness for a taskset that brings none; ours takes its place."""
@@ -117,7 +116,6 @@ class HostedEnvironment:
         return merged if merged.seed is None else replace(merged, seed=merged.seed + index)
 
     async def play(self, task: Task, sampling: Sampling, on_trace: Callable[[Trace], None]) -> Episode:
-        """One scored episode, with the retries of the environment's own configuration."""
         set_values = {name: value for name in SAMPLING_KEYS if (value := getattr(sampling, name)) is not None}
         context = ModelContext(model=self._model, client=self._endpoint, sampling=VfSampling(**set_values))
         assert self._host is not None  # it is served
@@ -210,10 +208,9 @@ def _option_problem(taskset: str, problem: ErrorDetails) -> tuple[tuple[str, ...
 
 
 def env_block(config: EnvConfig, *, harness: str, max_turns: int | None) -> dict[str, object]:
-    """verifiers' `[env]` block for one entry of ours. `id` is a taskset, `environment+taskset` for another environment
-    around it (`user-sim+my-taskset`), or a registered family with a choice (`reasoning_gym:leg_counting`). In `args`,
-    names of agents and of environment options (timeout, retries, ...) go to the environment, all others to the
-    taskset."""
+    """verifiers' `[env]` block for one entry. `id` is a taskset, `environment+taskset` for another environment around
+    it, or a registered family with a choice (`reasoning_gym:leg_counting`). In `args`, names of agents and of
+    environment options (timeout, retries, ...) go to the environment, all others to the taskset."""
     env_id, _, taskset_id = config.id.rpartition("+")
     taskset_id, choice = split_choice(taskset_id)
     taskset_id = plugin_id(taskset_id)

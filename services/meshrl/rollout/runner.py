@@ -40,8 +40,6 @@ def serialized(*events: RolloutEvent) -> Iterator[bytes]:
 
 @dataclass(eq=False)
 class _Playing:
-    """A group that is streaming; `over` ends the stream."""
-
     group: AdmittedGroup
     opened: Episodes
     emit: Emit
@@ -86,10 +84,10 @@ class RolloutRunner:
 
     async def run(self, request: RolloutRequest, emit: Emit) -> None:
         """Plays a group: `emit` gets each rollout or failure as it ends, then the summary. The deadline counts from
-        this call; a group that passes it, even while waiting for its task or an engine, ends with failures and its
-        summary. Cancelling the call cancels the rest. Raises MeshError UNKNOWN_ENVIRONMENT, UNKNOWN_TASK,
-        INVALID_REQUEST, VERSION_NOT_AVAILABLE, LOGPROBS_BIASED, DRAINING, DUPLICATE_REQUEST or OVERLOADED before the
-        first event, and the errors of `emit`."""
+        this call; a group that passes it, even while waiting for its task or an engine, ends with failures. Cancelling
+        the call cancels the rest. Raises MeshError UNKNOWN_ENVIRONMENT, UNKNOWN_TASK, INVALID_REQUEST,
+        VERSION_NOT_AVAILABLE, LOGPROBS_BIASED, DRAINING, DUPLICATE_REQUEST or OVERLOADED before the first event, and
+        the errors of `emit`."""
         arrived = time.monotonic()
         try:
             running = await self._admit(request, emit)

@@ -98,7 +98,6 @@ class _Stream:
     def __init__(self, request: RolloutRequest, run: Run, count: Callable[[int], None]) -> None:
         self.request = request
         self.reader: object | None = None
-        """The reader; the next one takes its place."""
         self.over = False
         self.timer: asyncio.TimerHandle | None = None
         self._count = count
@@ -181,7 +180,6 @@ class _Stream:
 
 
 def _identity(request: RolloutRequest) -> RolloutRequest:
-    """The request without its trace and the place where it attaches."""
     return replace(request, after_seq=None, traceparent="")
 
 

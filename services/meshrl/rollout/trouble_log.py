@@ -82,7 +82,6 @@ class WaitingReport:
         self._said_s = float("-inf")
 
     def look(self, doing: Iterable[tuple[str, RolloutStage]], now_s: float) -> None:
-        """`doing` has each rollout's environment and stage."""
         if now_s - self._said_s < SAY_EVERY_S:
             return
         waits: defaultdict[tuple[str, str], list[float]] = defaultdict(list)

@@ -14,9 +14,9 @@ from meshrl.trials.config import TrialsConfig
 class SynthesisConfig(TrialsConfig):
     """Has a model play environments, and writes the conversations as a dataset that `sft` trains on.
 
-    The model is behind client.base_url, an engine that `inference` started or any server of /v1/chat/completions, or at
-    an engine that this command starts (--inference). The same command plays only missing rollouts; with more tasks, or
-    another output_dir and the same dataset, it appends.
+    The model is behind client.base_url, an engine of `inference` or any server of /v1/chat/completions, or at an engine
+    that this command starts (--inference). The same command plays only missing rollouts; with more tasks, or another
+    output_dir and the same dataset, it appends.
     """
 
     everyday_keys: ClassVar[Mapping[str, Sequence[str]]] = {

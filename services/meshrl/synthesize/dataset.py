@@ -36,7 +36,6 @@ class ConversationDataset:
         self.dropped: Counter[str] = Counter()
         """This command's rollouts that are not kept, by reason."""
         self.kept = 0
-        """This command's rollouts that are kept."""
         self.path = path
         self._file = RowFile(path)
         self._model = model

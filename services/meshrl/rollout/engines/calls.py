@@ -39,8 +39,6 @@ AGENT_STRIDE = 0x517CC1B727220A95
 
 @dataclass(frozen=True)
 class EngineAnswer:
-    """Its versions were known before and after the tokens were sampled."""
-
     body: bytes
     version_before: int | None
     version_after: int | None
@@ -214,8 +212,6 @@ def _common(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
 
 
 class SessionBook(dict[str, Session]):
-    """The sessions of a model client, by trace id."""
-
     def doing(self, session_id: str, what: str) -> None:
         """Notes the wait of the agent's harness; "" ends it."""
         if (session := self.get(session_id)) is not None:

@@ -40,7 +40,6 @@ AnswerT = TypeVar("AnswerT")
 
 
 def refuse_training(request: RolloutRequest) -> None:
-    """Raises MeshError INVALID_REQUEST for training rollouts."""
     if not request.scores_only:
         raise MeshError(
             Reason.INVALID_REQUEST,

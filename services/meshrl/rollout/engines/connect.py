@@ -34,8 +34,8 @@ async def connect_servers(
     first: int = 0,
 ) -> EngineRouter | ChatServers:
     """Uses the engines at `urls` and those of the hub. Raises ConfigError for a key without a file, and if every engine
-    refuses the key. Among equally busy engines the one at place `first`, modulo their number, comes first, so that
-    workers begin at different ones."""
+    refuses the key. Among equally busy engines the one at place `first` comes first, so that workers begin at different
+    ones."""
     api_key = read_secret(
         "rollout.client.api_key", None, file=client.api_key_file, variable=client.api_key_var,
         environ=os.environ,

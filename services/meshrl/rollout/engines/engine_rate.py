@@ -41,7 +41,6 @@ class CallTiming:
 class EngineRate:
     def __init__(self) -> None:
         self.running = 0
-        """Calls at the engine now."""
         self._calls_s = 0.0  # the time of all calls so far
         self._changed_s = 0.0
         self._tokens = self._seconds = 0.0  # averages of a call

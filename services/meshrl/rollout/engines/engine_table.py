@@ -74,7 +74,6 @@ class KnownEngine:
     pool: str = ""
     healthy: bool = False
     trouble: str = ""
-    """Why it gets no calls, if known."""
     refuses_key: bool = False
     version: int | None = None
     runs: Mapping[str, int] = field(default_factory=dict)
@@ -86,11 +85,9 @@ class KnownEngine:
     chosen: int = 0  # number of the call that went here last
     rate: EngineRate = field(default_factory=EngineRate)
     prompts: OrderedDict[str, None] = field(default_factory=OrderedDict)
-    """Groups whose prompt it has computed."""
     silent_since_s: float | None = None
     """When it was first found silent, since its last answer."""
     patience: set[asyncio.Timeout] = field(default_factory=set)
-    """Of the calls that wait for its answer."""
 
     @property
     def in_flight(self) -> int:

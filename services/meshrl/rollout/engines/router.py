@@ -87,7 +87,6 @@ class EngineRouter:
     ) -> None:
         self.engines = engines
         self.on_look: Callable[[], None] = lambda: None
-        """Called after every look at the engines."""
         self._config = config
         self._api_key = api_key
         self._discovery = discovery

@@ -34,7 +34,6 @@ FIRST_ANSWER_S = 30.0
 """Seconds for the orchestrator to name its terms."""
 
 LOOK_S = 0.5
-"""Seconds between two looks at the versions of the engines."""
 
 SILENT_HEARTBEATS = 3
 """Missing ones after which a stream is dead."""
@@ -73,7 +72,6 @@ class ExchangeWorker:
     ) -> None:
         self.name = name
         self.attached = asyncio.Event()
-        """Set while a stream stands."""
         self._config = config
         self._runner = runner
         self._spool = spool

@@ -78,9 +78,9 @@ def content_range(token_ids: list[int], text: str, decode: Callable[[list[int]],
 
 
 def tokens_that_write(token_ids: list[int], count: int, whole: str, decode: Callable[[list[int]], str]) -> int:
-    """The least number of first tokens that write `count` characters of `whole`. Content fills most of a message, so
-    the search begins at the nearer end and decodes little of a long one. Not every tokenizer's texts of parts are parts
-    of the text, so the answer is checked on whole prefixes."""
+    """The least number of first tokens that write `count` characters of `whole`. The search begins at the nearer end
+    and decodes little of a long message. Not every tokenizer's texts of parts are parts of the text, so the answer is
+    checked on whole prefixes."""
 
     def characters(num_tokens: int) -> int:
         return len(decode(token_ids[:num_tokens]).rstrip(CUT_CHARACTER))

@@ -137,9 +137,9 @@ def _can_be_appended(tail: Sequence[WireMessage]) -> bool:
 
 
 def load_renderer(tokenizer: str, options: Mapping[str, object], *, show_rows: int = 0) -> Renderer:
-    """The renderer for a tokenizer (name or folder). Blocks: it may read many megabytes. The first `show_rows` prompts
-    are logged. Without options it is the one made for the model, else the tokenizer's own chat template. Raises
-    ConfigError when the tokenizer cannot be loaded or the options name no renderer."""
+    """The renderer for a tokenizer (name or folder); blocks. The first `show_rows` prompts are logged. Without options
+    it is the one made for the model, else the tokenizer's own chat template. Raises ConfigError when the tokenizer
+    cannot be loaded or the options name no renderer."""
     try:
         known = load_known(tokenizer)
         loaded = load_tokenizer(tokenizer) if known is None else known
@@ -187,7 +187,6 @@ def show_prompts(renderer: Renderer, tokenizer: Any, count: int) -> None:
 
 
 def described(rendered: RenderedTokens, messages: Sequence[Mapping[str, object]], tokenizer: Any, renderer: str) -> str:
-    """A line for each message and each piece of markup between them, with its tokens."""
     lines = [f"a prompt of {len(rendered.token_ids)} tokens by {renderer}:"]
     places = np.array(rendered.message_indices, dtype=np.int64)
     for start, end in pairwise([0, *(np.flatnonzero(np.diff(places)) + 1).tolist(), len(places)]):

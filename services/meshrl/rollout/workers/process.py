@@ -112,14 +112,12 @@ def new_process(pair: tuple[socket.socket, socket.socket], settings: WorkerSetti
 
 
 def exit_code(process: BaseProcess, deadline_s: float) -> int | None:
-    """None if the process does not end within the deadline; blocks."""
     wait([process.sentinel], deadline_s)
     with _ONE_AT_A_TIME:
         return process.exitcode
 
 
 def run_worker(link: socket.socket, reports: socket.socket, settings: WorkerSettings) -> None:
-    """A worker's main, which the front does not import."""
     from meshrl.rollout.workers import worker
 
     worker.main(link, reports, settings)
@@ -132,7 +130,6 @@ class WorkerProcess:
         self.settings = replace(settings, mark=secrets.token_hex(16))
         self.infos: tuple[EnvironmentInfo, ...] = ()
         self.in_flight: Mapping[str, int] = {}
-        """Its model calls, by engine."""
         self.calls: dict[int, WorkerCall] = {}
         """The rollouts that it plays, by number."""
         self.load = 0
@@ -142,7 +139,6 @@ class WorkerProcess:
         self.gone = asyncio.Event()
         """The process has ended, or is about to."""
         self.exiter = NOBODY
-        """Whose code ends the process, if reported."""
         self.ended_by = ""
         """Why the front ended it; "" if it did not."""
         self._held: tuple[Hold, float] | None = None
