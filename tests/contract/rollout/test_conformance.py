@@ -43,98 +43,105 @@ async def test_our_rollout_service_keeps_every_rule(start_mesh, engine, workers)
     assert len(report["rules"]) >= 20
 
 
-class CountsWrong(RolloutServicer):
-    """Its summary counts a rollout that nobody saw."""
+class Differs(RolloutServicer):
+    """Ours, but with requests that `ask` and messages that `change` has altered."""
+
+    def ask(self, request: Any) -> None: ...
+
+    def change(self, message: Any) -> None: ...
 
     async def RunRollouts(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802 - gRPC's name
-        async for event in super().RunRollouts(request, context):
-            message = pb.RunRolloutsResponse.FromString(event) if isinstance(event, bytes) else event
-            if message.HasField("summary"):
-                message.summary.finished += 1
-            yield message
-
-
-class RefusesLate(RolloutServicer):
-    """It refuses a group that it cannot begin before its deadline."""
-
-    async def RunRollouts(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802 - gRPC's name
-        if 0.0 < request.deadline_s < 0.1:
-            raise MeshError(Reason.DEADLINE_PASSED, "no worker came up in time")
-        async for event in super().RunRollouts(request, context):
-            yield event
-
-
-class FailsLateOtherwise(RolloutServicer):
-    """It blames the environment for what is late."""
-
-    async def RunRollouts(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802 - gRPC's name
-        async for event in super().RunRollouts(request, context):
-            message = pb.RunRolloutsResponse.FromString(event) if isinstance(event, bytes) else event
-            if message.HasField("failure"):
-                message.failure.reason = Reason.ENVIRONMENT_FAILED.name
-            yield message
-
-
-class SpansElsewhere(RolloutServicer):
-    """Its version spans cover the first token of the prompt, and none that was sampled."""
-
-    async def RunRollouts(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802 - gRPC's name
-        async for event in super().RunRollouts(request, context):
-            message = pb.RunRolloutsResponse.FromString(event) if isinstance(event, bytes) else event
-            for sample in message.rollout.samples if message.HasField("rollout") else ():
-                del sample.version_spans[:]
-                sample.version_spans.add(start=0, end=1, version=0)
-            yield message
-
-
-class HostsEverything(RolloutServicer):
-    """It takes any environment for its own, and then misses the version."""
-
-    async def RunRollouts(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802 - gRPC's name
-        if request.environment.startswith("conformance:"):
-            raise MeshError(Reason.VERSION_NOT_AVAILABLE, "no engine", retry_after_s=0.1)
-        async for event in super().RunRollouts(request, context):
-            yield event
-
-
-class PlaysTwice(RolloutServicer):
-    """It plays a group again that is asked for twice."""
-
-    async def RunRollouts(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802 - gRPC's name
-        if request.request_id and not request.linger_s:
-            request.request_id = str(uuid.uuid4())
-        async for event in super().RunRollouts(request, context):
-            yield event
-
-
-class ForgetsZeros(RolloutServicer):
-    """It leaves out a reward, as servers of 1.0 do with one that is 0."""
-
-    async def RunRollouts(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802 - gRPC's name
+        self.ask(request)
         async for event in super().RunRollouts(request, context):
             message = pb.RunRolloutsResponse.FromString(event)
-            message.rollout.ClearField("reward") if message.HasField("rollout") else None
+            self.change(message)
             yield message
 
 
-class BeginsAnew(RolloutServicer):
+class CountsWrong(Differs):
+    """Its summary counts a rollout that nobody saw."""
+
+    def change(self, message: Any) -> None:
+        if message.HasField("summary"):
+            message.summary.finished += 1
+
+
+class RefusesLate(Differs):
+    """It refuses a group that it cannot begin before its deadline."""
+
+    def ask(self, request: Any) -> None:
+        if 0.0 < request.deadline_s < 0.1:
+            raise MeshError(Reason.DEADLINE_PASSED, "no worker came up in time")
+
+
+class FailsLateOtherwise(Differs):
+    """It blames the environment for what is late."""
+
+    def change(self, message: Any) -> None:
+        if message.HasField("failure"):
+            message.failure.reason = Reason.ENVIRONMENT_FAILED.name
+
+
+class SpansElsewhere(Differs):
+    """Its version spans cover the first token of the prompt, and none that was sampled."""
+
+    def change(self, message: Any) -> None:
+        for sample in message.rollout.samples if message.HasField("rollout") else ():
+            del sample.version_spans[:]
+            sample.version_spans.add(start=0, end=1, version=0)
+
+
+class HostsEverything(Differs):
+    """It takes any environment for its own, and then misses the version."""
+
+    def ask(self, request: Any) -> None:
+        if request.environment.startswith("conformance:"):
+            raise MeshError(Reason.VERSION_NOT_AVAILABLE, "no engine", retry_after_s=0.1)
+
+
+class PlaysTwice(Differs):
+    """It plays a group again that is asked for twice."""
+
+    def ask(self, request: Any) -> None:
+        if request.request_id and not request.linger_s:
+            request.request_id = str(uuid.uuid4())
+
+
+class ForgetsZeros(Differs):
+    """It leaves out a reward, as servers of 1.0 do with one that is 0."""
+
+    def change(self, message: Any) -> None:
+        if message.HasField("rollout"):
+            message.rollout.ClearField("reward")
+
+
+class BeginsAnew(Differs):
     """It attaches by playing the group once more."""
 
-    async def RunRollouts(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802 - gRPC's name
+    def ask(self, request: Any) -> None:
         if request.HasField("after_seq"):
             request.ClearField("after_seq")
             request.request_id, request.group_id = str(uuid.uuid4()), str(uuid.uuid4())
-        async for event in super().RunRollouts(request, context):
-            yield event
 
 
-class EndsWithItsStream(RolloutServicer):
+class EndsWithItsStream(Differs):
     """It lists that groups outlive their streams, and cancels them with these."""
 
-    async def RunRollouts(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802 - gRPC's name
+    def ask(self, request: Any) -> None:
         request.linger_s = 0.0
-        async for event in super().RunRollouts(request, context):
-            yield event
+
+
+@asynccontextmanager
+async def serving(servicer: RolloutServicer, **options: Any) -> AsyncIterator[str]:
+    """The address of a server of the mesh."""
+    server = GrpcServer(ServerConfig(port=0), **options)
+    server.add(SERVICE, add_to_server, servicer)
+    address = f"127.0.0.1:{await server.start()}"
+    server.set_serving()
+    try:
+        yield address
+    finally:
+        await server.drain(0.0)
 
 
 @pytest.mark.parametrize(
@@ -156,14 +163,8 @@ async def test_a_servicer_that_breaks_a_rule_is_named_by_it(
     start_mesh, engine, servicer: Callable[[RolloutRunner], RolloutServicer], rule: str, words: str
 ):
     mesh = await start_mesh([engine])
-    server = GrpcServer(ServerConfig(port=0))
-    server.add(SERVICE, add_to_server, servicer(mesh.runner))
-    address = f"127.0.0.1:{await server.start()}"
-    server.set_serving()
-    try:
+    async with serving(servicer(mesh.runner)) as address:
         broken, _ = await verdict(address, "rollout", full=True)
-    finally:
-        await server.drain(0.0)
     assert set(broken) == {rule}, broken
     assert words in broken[rule]
 
@@ -224,14 +225,8 @@ async def test_a_server_whose_health_does_not_know_the_empty_name_breaks_that_ru
 
 async def test_a_server_that_takes_no_more_than_grpc_does_by_itself_breaks_the_rule_on_messages(start_mesh, engine):
     mesh = await start_mesh([engine])
-    server = GrpcServer(ServerConfig(port=0), max_message_bytes=4 * 2**20)
-    server.add(SERVICE, add_to_server, RolloutServicer(mesh.runner))
-    address = f"127.0.0.1:{await server.start()}"
-    server.set_serving()
-    try:
+    async with serving(RolloutServicer(mesh.runner), max_message_bytes=4 * 2**20) as address:
         broken, _ = await verdict(address, "rollout")
-    finally:
-        await server.drain(0.0)
     assert set(broken) == {"limits.message"}, broken
 
 
@@ -242,11 +237,8 @@ async def test_a_server_that_asks_who_calls_is_checked_as_far_as_the_role_of_the
     trust = TrustFile(tmp_path / "trust.sqlite")
     trust.create()
     operator, viewer = (TokenCredentials(trust.add_token(role)) for role in (Role.OPERATOR, Role.VIEWER))
-    server = GrpcServer(ServerConfig(port=0), credentials=credentials_of(CredentialFiles(trust=trust.path)))
-    server.add(SERVICE, add_to_server, RolloutServicer(mesh.runner))
-    address = f"127.0.0.1:{await server.start()}"
-    server.set_serving()
-    try:
+    credentials = credentials_of(CredentialFiles(trust=trust.path))
+    async with serving(RolloutServicer(mesh.runner), credentials=credentials) as address:
         assert await verdict(address, "rollout", credentials=operator) == ({}, {})
         broken, unchecked = await verdict(address, "rollout", credentials=viewer)
         assert broken == {}
@@ -254,5 +246,3 @@ async def test_a_server_that_asks_who_calls_is_checked_as_far_as_the_role_of_the
         assert all("not for the role" in why for why in unchecked.values())
         with pytest.raises(CliError, match="does not know who calls: name the run's folder with -o"):
             await verdict(address, "rollout")
-    finally:
-        await server.drain(0.0)

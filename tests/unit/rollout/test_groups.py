@@ -37,25 +37,6 @@ def test_rollouts_start_oldest_group_first_up_to_the_limit():
     assert groups.start() == []
 
 
-def test_a_free_slot_starts_the_next_waiting_rollout():
-    groups = table(running=1)
-    group = groups.admit(asked("r1", "g1", 2), 0.0)
-    groups.start()
-    assert groups.record_outcome(group, 0, Outcome.FINISHED, 1.0, sampled_tokens=5)
-    assert groups.start() == [(group, 1)]
-
-
-def test_a_group_that_does_not_fit_the_queue_is_refused_and_leaves_no_trace():
-    groups = table(running=2, queued=2)
-    groups.admit(asked("r1", "g1", 3), 0.0)
-    with pytest.raises(MeshError) as refused:
-        groups.admit(asked("r2", "g2", 2), 0.0)
-    assert refused.value.reason is Reason.OVERLOADED
-    assert refused.value.retry_after_s == 1.0
-    assert groups.running + groups.queued == 3
-    groups.admit(asked("r2", "g2", 1), 0.0)
-
-
 def test_a_group_larger_than_the_server_is_invalid():
     with pytest.raises(MeshError) as refused:
         table(running=2, queued=2).admit(asked("r1", "g1", 5), 0.0)
@@ -82,25 +63,6 @@ def test_a_group_id_is_refused_while_its_group_runs_only():
     groups.end(group, Outcome.CANCELLED, 1.0)
     groups.remove(group)
     groups.admit(asked("r2", "g1", 1), 1.0)
-
-
-def test_draining_refuses_new_groups():
-    groups = table()
-    groups.draining = True
-    with pytest.raises(MeshError) as refused:
-        groups.admit(asked("r1", "g1", 1), 0.0)
-    assert refused.value.reason is Reason.DRAINING
-
-
-def test_an_outcome_after_the_end_is_not_counted_again():
-    groups = table(running=1)
-    group = groups.admit(asked("r1", "g1", 2), 0.0)
-    groups.start()
-    assert groups.end(group, Outcome.FAILED, 1.0, reason="DEADLINE_PASSED") == ([0], [1])
-    assert not groups.record_outcome(group, 0, Outcome.FINISHED, 2.0)
-    assert group.over
-    assert (group.summary.finished, group.summary.failed, group.summary.cancelled) == (0, 2, 0)
-    assert groups.failures == {"DEADLINE_PASSED": 2}
 
 
 def test_the_rate_covers_the_last_minute():
