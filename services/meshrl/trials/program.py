@@ -43,11 +43,11 @@ def run_trials(
     name: str, config: TrialsConfigT, results: TrialResults, work: Work, *, conversations: bool = False
 ) -> NoReturn:
     """`conversations` asks for the messages of every rollout."""
-    serve = partial(_serve_trials, results=results, work=work, conversations=conversations)
+    serve = partial(serve_trials, results=results, work=work, conversations=conversations)
     run_program(name, config, serve, blocking_threads=None)
 
 
-async def _serve_trials(
+async def serve_trials(
     config: TrialsConfig,
     stop: asyncio.Event,
     tracer: Tracer,

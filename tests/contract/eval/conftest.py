@@ -58,11 +58,11 @@ async def engine(models: Path, tmp_path: Path) -> AsyncIterator[str]:
 def play() -> Callable[..., Any]:
     """Runs a command's work to its end: `await play(config, results, work)` gives the exit code."""
 
-    async def run(
-        config: Any, results: TrialResults, work: Work, stop: asyncio.Event | None = None, **more: bool
-    ) -> int:
+    async def run(config: Any, results: TrialResults, work: Work, stop: asyncio.Event | None = None) -> int:
         tracer = TracerProvider().get_tracer("test")
-        return await serve_trials(config, results, work, stop or asyncio.Event(), tracer, **more)
+        return await serve_trials(
+            config, stop or asyncio.Event(), tracer, results=results, work=work, conversations=False
+        )
 
     return run
 

@@ -89,7 +89,8 @@ async def run(config: SynthesisConfig, results: Stopping) -> int:
         keep_truncated=config.keep_truncated,
         reasoning_field=config.reasoning_field,
     )
-    return await serve_trials(config, results, partial(synthesize, dataset), results.stop, tracer, conversations=True)
+    work = partial(synthesize, dataset)
+    return await serve_trials(config, results.stop, tracer, results=results, work=work, conversations=True)
 
 
 @pytest.mark.timeout(900)  # imports and a tool server, on a machine that may be busy
