@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
@@ -60,28 +60,24 @@ class WatchedRanks(Protocol):
 
 
 class Lifeline:
-    """A rank's silent connections to the others of its training group; `lost` is called, on its own thread, when one
-    breaks. A collective that waits for a dead rank may hang for minutes, in code that no signal reaches."""
+    """A rank's silent connections to the others of its training group; one that breaks ends the process. A collective
+    that waits for a dead rank may hang for minutes, in code that no signal reaches."""
 
-    def __init__(self, peers: Mapping[socket.socket, str], *, lost: Callable[[str], None], parent: int | None) -> None:
+    def __init__(self, peers: Mapping[socket.socket, str], parent: int | None) -> None:
         self._peers = dict(peers)
-        self._lost = lost
         self._parent = parent
         self._released = threading.Event()
         if self._peers or parent is not None:
             threading.Thread(target=self._watch, name="lifeline", daemon=True).start()
 
     @classmethod
-    def tie(
-        cls, ranks: WatchedRanks, environment: Mapping[str, str], *, lost: Callable[[str], None] | None = None
-    ) -> Lifeline:
-        """Connects this rank with rank 0; collective. By default a broken line ends the process. An agent, which is the
-        parent process, is watched as well."""
+    def tie(cls, ranks: WatchedRanks, environment: Mapping[str, str]) -> Lifeline:
+        """Connects this rank with rank 0; collective. An agent, which is the parent process, is watched as well."""
         parent = _agent_of(environment)
         peers: dict[socket.socket, str] = {}
         if ranks.world_size > 1:
             peers = _accept_all(ranks, environment) if ranks.rank == 0 else _connect(ranks)
-        return cls(peers, lost=lost or leave_at_once, parent=parent)
+        return cls(peers, parent)
 
     def release(self) -> None:
         """An orderly end: from here on neither this rank's end nor another's alarms."""
@@ -114,14 +110,14 @@ class Lifeline:
 
     def _report(self, what: str) -> None:
         if not self._released.is_set():
-            self._lost(what)
+            _leave(what)
 
 
 def end_with_agent(environment: Mapping[str, str]) -> None:
     """Ends this process soon after the agent of ours that has started it, even when that is gone already. Called
     before anything that takes time: ranks that import torch or look for each other would wait for minutes."""
     if AGENT_PID in environment:
-        Lifeline({}, lost=leave_at_once, parent=_agent_of(environment))
+        Lifeline({}, _agent_of(environment))
 
 
 def _agent_of(environment: Mapping[str, str]) -> int | None:
@@ -130,7 +126,7 @@ def _agent_of(environment: Mapping[str, str]) -> int | None:
     return os.getppid() if "TORCHELASTIC_RUN_ID" in environment else None
 
 
-def leave_at_once(what: str) -> None:
+def _leave(what: str) -> None:
     """Ends this process with LOST_PEER, whatever its other threads wait for."""
     from loguru import logger  # a guardian has the standard library alone
 

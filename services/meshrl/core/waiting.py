@@ -139,9 +139,6 @@ class InFlight:
             if not self._count:
                 self._idle.set()
 
-    async def idle(self) -> None:
-        await self._idle.wait()
-
     async def idle_within(self, deadline_s: float) -> bool:
         return await set_within(self._idle, deadline_s)
 

@@ -1,18 +1,19 @@
-"""Servers that offer every service of the contract and implement none, and what each role is told by them."""
+"""Members of a run; servers that offer every service of the contract and implement none, and what each role is told."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import grpc
 
 import meshrl.v1
-from meshrl.client.credentials import Credentials
+from meshrl.client.authority import Authority
+from meshrl.client.credentials import CredentialFiles, Credentials
 from meshrl.client.trust import Role
 from meshrl.core.config.shared import ServerConfig
 from meshrl.core.rpc.roles import ROLES_OF
@@ -20,6 +21,15 @@ from meshrl.core.rpc.serve import GrpcServer
 from meshrl.wire.errors import MeshError, Reason, from_rpc_error
 
 DEADLINE_S = 60.0
+
+
+def member(
+    authority: Authority, role: Role, name: str, hosts: Sequence[str] = (), *, ttl_s: float = 3600.0
+) -> CredentialFiles:
+    """Files of a member beside the authority, which knows who is revoked."""
+    folder = authority.folder / f"{role}-{name}"
+    authority.issue(folder, role, name, hosts=hosts, ttl_s=ttl_s)
+    return replace(CredentialFiles.of_folder(folder), trust=authority.trust.path)
 
 
 def servicers() -> list[tuple[str, Callable[[Any, Any], None], object]]:

@@ -6,9 +6,14 @@ from typing import Any
 
 import pytest
 
+from access_matrix import member
 from meshrl.client import ChannelOptions, RolloutClient, TrainerClient
+from meshrl.client.authority import Authority
+from meshrl.client.trust import Role
 from meshrl.core.config.shared import ServerConfig
+from meshrl.core.rpc.enrollment import SERVICE, EnrollmentServicer, open_entry
 from meshrl.core.rpc.serve import GrpcServer
+from meshrl.v1 import identity_pb2_grpc
 from meshrl.v1 import rollout_pb2 as rollout_pb
 from meshrl.v1 import rollout_pb2_grpc as rollout_grpc
 from meshrl.v1 import trainer_pb2 as trainer_pb
@@ -118,3 +123,23 @@ def answers() -> dict[str, Any]:
         "GetRolloutStatus": rollout_pb.GetRolloutStatusResponse(running=3),
         "GetTrainer": trainer_pb.GetTrainerResponse(contract_version="1.0", seq_len=8),
     }
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority.create(tmp_path_factory.mktemp("run") / "credentials", "main")
+
+
+@pytest.fixture
+async def entry(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[str]:
+    """Where hosts join the run: the address of a hub that also renews."""
+    for variable, value in member(authority, Role.HUB, "entry").variables().items():
+        monkeypatch.setenv(variable, value)
+    servicer = EnrollmentServicer(authority)
+    main = GrpcServer(ServerConfig())
+    main.add(SERVICE, identity_pb2_grpc.add_EnrollmentServiceServicer_to_server, servicer)
+    servicer.renewal_port = await main.start()
+    server, port = await open_entry(servicer, "127.0.0.1", 0)
+    yield f"127.0.0.1:{port}"
+    await server.drain(0.0)
+    await main.drain(0.0)

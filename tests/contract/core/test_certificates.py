@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from ipaddress import ip_address
@@ -16,7 +16,7 @@ import pytest
 import trustme
 from cryptography import x509
 
-from access_matrix import DEADLINE_S, Matrix, serving
+from access_matrix import DEADLINE_S, Matrix, member, serving
 from grpc_fuzz import CallGenerator, Outcomes, call, methods_of
 from meshrl.client import ChannelOptions, TrainerClient
 from meshrl.client.authority import Authority, renew_in_s, request_for, save_certificate
@@ -32,32 +32,19 @@ from meshrl.client.enrollment import join, renew, revoked_members
 from meshrl.client.trust import Role, TrustFile
 from meshrl.core.config.shared import ServerConfig, TlsConfig
 from meshrl.core.credentials.identity import identify, kept_valid
-from meshrl.core.rpc.enrollment import SERVICE, EnrollmentServicer, open_entry
 from meshrl.core.rpc.roles import ROLES_OF
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.inference.config import InferenceConfig
-from meshrl.v1 import identity_pb2_grpc, trainer_pb2, trainer_pb2_grpc
+from meshrl.v1 import trainer_pb2, trainer_pb2_grpc
 from meshrl.wire.errors import MeshError, Reason
 
 pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.fixture(scope="module")
-def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority.create(tmp_path_factory.mktemp("run") / "credentials", "main")
-
-
-def member(authority: Authority, role: Role, name: str, *, ttl_s: float = 3600.0) -> CredentialFiles:
-    """Files of a member that the authority has let in."""
-    folder = authority.folder / f"{role}-{name}"
-    authority.issue(folder, role, name, ttl_s=ttl_s)
-    return CredentialFiles.of_folder(folder)
-
-
-@pytest.fixture(scope="module")
 def hub(authority: Authority) -> Credentials:
     """A server's credentials: its certificate, and the list of who is revoked."""
-    return credentials_of(replace(member(authority, Role.HUB, "hub"), trust=authority.trust.path))
+    return credentials_of(member(authority, Role.HUB, "hub"))
 
 
 def options(credentials: Credentials) -> ChannelOptions:
@@ -181,7 +168,7 @@ async def test_certificates_are_renewed_on_both_sides_without_a_dropped_stream(a
 
 
 async def test_a_stream_of_a_member_ends_once_it_is_revoked(authority: Authority) -> None:
-    server = replace(member(authority, Role.HUB, "ending"), trust=authority.trust.path)
+    server = member(authority, Role.HUB, "ending")
     caller = member(authority, Role.OPERATOR, "ending")
     async with watched(credentials_of(server), credentials_of(caller)) as (_, stream, _stub):
         assert authority.trust.revoke("operator/ending") == ["operator/ending"]
@@ -192,7 +179,7 @@ async def test_a_stream_of_a_member_ends_once_it_is_revoked(authority: Authority
 
 
 async def test_a_stream_that_never_stops_ends_as_well(authority: Authority) -> None:
-    server = replace(member(authority, Role.HUB, "busy"), trust=authority.trust.path)
+    server = member(authority, Role.HUB, "busy")
     caller = member(authority, Role.OPERATOR, "busy")
     async with watched(credentials_of(server), credentials_of(caller)) as (steps, stream, _stub):
         steps.floods = True
@@ -210,58 +197,31 @@ async def arriving(stream: Any) -> AsyncIterator[Any]:
             yield message
 
 
-@pytest.fixture
-def hub_files(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The variables of a process that is the run's hub."""
-    files = replace(member(authority, Role.HUB, "entry"), trust=authority.trust.path)
-    for variable, value in files.variables().items():
-        monkeypatch.setenv(variable, value)
-    return iter(())
-
-
-@asynccontextmanager
-async def entry(authority: Authority) -> AsyncIterator[str]:
-    """A hub that lets hosts join, and renews; yields where they join."""
-    servicer = EnrollmentServicer(authority)
-    main = GrpcServer(ServerConfig())
-    main.add(SERVICE, identity_pb2_grpc.add_EnrollmentServiceServicer_to_server, servicer)
-    servicer.renewal_port = await main.start()
-    server, port = await open_entry(servicer, "127.0.0.1", 0)
-    try:
-        yield f"127.0.0.1:{port}"
-    finally:
-        await server.drain(0.0)
-        await main.drain(0.0)
-
-
 async def test_a_host_joins_by_a_token_renews_and_learns_who_is_revoked(
-    authority: Authority, hub_files: None, tmp_path: Path
+    authority: Authority, entry: str, tmp_path: Path
 ) -> None:
     token = authority.trust.add_token(Role.AGENT, 3600.0, hosts=["LocalHost.", "10.1.0.0/16"])
-    async with entry(authority) as address:
-        hosts = ["localhost", "10.1.2.3"]
-        joined = await join(
-            tmp_path / "e1", address, token=token, ca_hash=authority.fingerprint, name="e1", hosts=hosts
-        )
-        assert joined == ("main", Role.AGENT)
-        files = CredentialFiles.of_folder(tmp_path / "e1")
-        assert files.cert is not None
-        assert files.key is not None
-        key, first = files.key.read_bytes(), files.cert.read_bytes()
-        assert 15.9 * 3600 < renew_in_s(files.cert) < 16.0 * 3600  # two thirds of a day
-        credentials = credentials_of(files)
-        await renew(tmp_path / "e1", credentials)
-        assert files.key.read_bytes() == key  # it never leaves the host
-        assert files.cert.read_bytes() != first
-        authority.trust.note_member(Role.ROLLOUT, "gone", "x")
-        authority.trust.revoke("rollout/gone")
-        assert ("rollout", "gone") in await revoked_members(tmp_path / "e1", credentials)
-        authority.trust.revoke(token.partition(".")[0])  # with all that came by it
-        async with asyncio.timeout(DEADLINE_S):
-            while True:
-                if await refused(tmp_path / "e1", credentials) is Reason.UNAUTHENTICATED:
-                    break
-                await asyncio.sleep(0.2)
+    hosts = ["localhost", "10.1.2.3"]
+    joined = await join(tmp_path / "e1", entry, token=token, ca_hash=authority.fingerprint, name="e1", hosts=hosts)
+    assert joined == ("main", Role.AGENT)
+    files = CredentialFiles.of_folder(tmp_path / "e1")
+    assert files.cert is not None
+    assert files.key is not None
+    key, first = files.key.read_bytes(), files.cert.read_bytes()
+    assert 15.9 * 3600 < renew_in_s(files.cert) < 16.0 * 3600  # two thirds of a day
+    credentials = credentials_of(files)
+    await renew(tmp_path / "e1", credentials)
+    assert files.key.read_bytes() == key  # it never leaves the host
+    assert files.cert.read_bytes() != first
+    authority.trust.note_member(Role.ROLLOUT, "gone", "x")
+    authority.trust.revoke("rollout/gone")
+    assert ("rollout", "gone") in await revoked_members(tmp_path / "e1", credentials)
+    authority.trust.revoke(token.partition(".")[0])  # with all that came by it
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            if await refused(tmp_path / "e1", credentials) is Reason.UNAUTHENTICATED:
+                break
+            await asyncio.sleep(0.2)
 
 
 async def refused(folder: Path, credentials: Credentials) -> Reason | None:
@@ -332,30 +292,27 @@ async def test_an_engine_on_the_authoritys_host_has_a_certificate_for_where_it_i
 
 
 async def test_a_program_that_has_joined_renews_and_learns_who_is_revoked(
-    authority: Authority, hub_files: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    authority: Authority, entry: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, token = tmp_path / "w1", authority.trust.add_token(Role.ROLLOUT)
     authority.trust.note_member(Role.AGENT, "gone", "x")
-    async with entry(authority) as address:
-        await join(folder, address, token=token, ca_hash=authority.fingerprint, name="w1")
-        short = authority.sign(request_for(folder, "w1"), Role.ROLLOUT, "w1", ttl_s=100.0)
-        save_certificate(folder, short)
-        for variable, value in CredentialFiles.of_folder(folder).variables().items():
-            monkeypatch.setenv(variable, value)
-        own = TrustFile(folder / "trust.sqlite")
-        assert identify(TlsConfig(), tmp_path, Role.ROLLOUT, "any") is None
-        async with kept_valid(None, Role.ROLLOUT, "any"):
-            async with changing((folder / "cert.pem").read_bytes):
-                pass
-            async with changing(lambda: ("agent", "gone") in own.read().revoked):
-                authority.trust.revoke("agent/gone")
+    await join(folder, entry, token=token, ca_hash=authority.fingerprint, name="w1")
+    short = authority.sign(request_for(folder, "w1"), Role.ROLLOUT, "w1", ttl_s=100.0)
+    save_certificate(folder, short)
+    for variable, value in CredentialFiles.of_folder(folder).variables().items():
+        monkeypatch.setenv(variable, value)
+    own = TrustFile(folder / "trust.sqlite")
+    assert identify(TlsConfig(), tmp_path, Role.ROLLOUT, "any") is None
+    async with kept_valid(None, Role.ROLLOUT, "any"):
+        async with changing((folder / "cert.pem").read_bytes):
+            pass
+        async with changing(lambda: ("agent", "gone") in own.read().revoked):
+            authority.trust.revoke("agent/gone")
     assert renew_in_s(folder / "cert.pem") > 15.9 * 3600
 
 
 @pytest.mark.parametrize("wrong", ["token", "expired", "ca_hash", "name", "taken"])
-async def test_nobody_joins_without_what_it_takes(
-    authority: Authority, hub_files: None, tmp_path: Path, wrong: str
-) -> None:
+async def test_nobody_joins_without_what_it_takes(authority: Authority, entry: str, tmp_path: Path, wrong: str) -> None:
     asked = {
         "token": authority.trust.add_token(Role.ROLLOUT, -1.0 if wrong == "expired" else 60.0),
         "ca_hash": authority.fingerprint,
@@ -371,9 +328,8 @@ async def test_nobody_joins_without_what_it_takes(
         "token": "the join token is none of this run", "expired": "the join token has expired",
         "ca_hash": "is not of the run", "name": "a member's name has 1 to 63", "taken": "rollout/worker is taken",
     }  # fmt: skip
-    async with entry(authority) as address:
-        with pytest.raises((MeshError, ValueError), match=said[wrong]):
-            await join(tmp_path / "w", address, **asked)
+    with pytest.raises((MeshError, ValueError), match=said[wrong]):
+        await join(tmp_path / "w", entry, **asked)
     assert not (tmp_path / "w" / "cert.pem").exists()
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import ssl
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
@@ -20,7 +19,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from access_matrix import DEADLINE_S, serving
+from access_matrix import DEADLINE_S, member, serving
 from impostor import NAMES_OF_NOBODY, OTHERS_HOSTS, SPELLINGS_OF_THE_HUB, enroll
 from meshrl.client import ChannelOptions, WeightSyncClient
 from meshrl.client.authority import Authority, names_lack, request_for, save_certificate
@@ -31,51 +30,17 @@ from meshrl.client.trust import SERVING, Role, Trust, TrustFile
 from meshrl.core.config.shared import ServerConfig, TlsConfig
 from meshrl.core.credentials.https import client_context
 from meshrl.core.credentials.identity import identify, kept_valid
-from meshrl.core.rpc.enrollment import SERVICE, EnrollmentServicer, open_entry
 from meshrl.core.rpc.serve import GrpcServer
-from meshrl.v1 import identity_pb2_grpc, weights_pb2, weights_pb2_grpc
+from meshrl.v1 import weights_pb2, weights_pb2_grpc
 from meshrl.wire.errors import MeshError, Reason
 
 pytestmark = pytest.mark.timeout(240)
-
-
-@pytest.fixture(scope="module")
-def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority.create(tmp_path_factory.mktemp("run") / "credentials", "main")
-
-
-def member(authority: Authority, role: Role, name: str, hosts: Sequence[str] = ()) -> CredentialFiles:
-    """Files of a member beside the authority, which knows who is revoked."""
-    folder = authority.folder / f"{role}-{name}"
-    authority.issue(folder, role, name, hosts=hosts)
-    return replace(CredentialFiles.of_folder(folder), trust=authority.trust.path)
 
 
 def names_in(cert: bytes | Path) -> set[str]:
     pem = cert.read_bytes() if isinstance(cert, Path) else cert
     names = x509.load_pem_x509_certificate(pem).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     return {*names.get_values_for_type(x509.DNSName), *map(str, names.get_values_for_type(x509.IPAddress))}
-
-
-@pytest.fixture
-def hub_files(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The variables of a process that is the run's hub."""
-    for variable, value in member(authority, Role.HUB, "entry").variables().items():
-        monkeypatch.setenv(variable, value)
-    return iter(())
-
-
-@pytest.fixture
-async def entry(authority: Authority, hub_files: None) -> AsyncIterator[str]:
-    """Where hosts join the run."""
-    servicer = EnrollmentServicer(authority)
-    main = GrpcServer(ServerConfig())
-    main.add(SERVICE, identity_pb2_grpc.add_EnrollmentServiceServicer_to_server, servicer)
-    servicer.renewal_port = await main.start()
-    server, port = await open_entry(servicer, "127.0.0.1", 0)
-    yield f"127.0.0.1:{port}"
-    await server.drain(0.0)
-    await main.drain(0.0)
 
 
 async def refusal(

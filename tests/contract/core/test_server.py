@@ -163,7 +163,7 @@ async def test_a_drain_finishes_what_is_in_flight_and_refuses_the_rest(make_mesh
     async with RolloutClient(mesh.address) as client, grpc.aio.insecure_channel(mesh.address) as channel:
         running = asyncio.create_task(client.get_status())
         await asyncio.wait_for(begun.wait(), 60.0)
-        drain = asyncio.create_task(mesh.server.drain(10.0))
+        drain = asyncio.create_task(mesh.server.drain(60.0))
         await asyncio.sleep(0)
         assert await status_of(channel, SERVICE) == NOT_SERVING
         with pytest.raises(MeshError) as refused:

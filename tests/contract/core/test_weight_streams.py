@@ -118,7 +118,7 @@ async def test_an_early_answer_ends_an_upload_that_would_go_on(hub):
         finally:
             closed.set()
 
-    staged = await asyncio.wait_for(hub.client.create_version(MANIFEST, endless()), 10)
+    staged = await asyncio.wait_for(hub.client.create_version(MANIFEST, endless()), 60.0)
     assert staged.artifact_id == "a"
     assert len(hub.servicer.uploaded) == 3
     await asyncio.wait_for(closed.wait(), 60.0)
@@ -133,7 +133,7 @@ async def test_a_refusal_ends_an_upload_that_would_go_on(hub):
 
     for _ in range(10):
         with pytest.raises(MeshError, match="STALE_EPOCH: epoch 1 is over"):
-            await asyncio.wait_for(hub.client.create_version(MANIFEST, endless()), 10)
+            await asyncio.wait_for(hub.client.create_version(MANIFEST, endless()), 60.0)
 
 
 async def test_an_upload_whose_source_fails_fails_with_its_error(hub):
@@ -142,7 +142,7 @@ async def test_an_upload_whose_source_fails_fails_with_its_error(hub):
         raise OSError("disk gone")
 
     with pytest.raises(OSError, match="disk gone"):
-        await asyncio.wait_for(hub.client.create_version(MANIFEST, broken()), 10)
+        await asyncio.wait_for(hub.client.create_version(MANIFEST, broken()), 60.0)
 
 
 async def test_a_session_whose_reports_fail_fails_with_their_error(hub):

@@ -277,11 +277,12 @@ async def test_stop_drains_every_program_clients_first(programs: Programs) -> No
     order = programs.folder / "order.log"
     note = f"signal.signal(signal.SIGTERM, lambda *_: (open({str(order)!r}, 'a').write(NAME), sys.exit(0)))\n"
     for name, stage in (("hub", 3), ("engine", 2), ("trainer", 1), ("leader", 0)):
-        programs.add(name, f"NAME = '{name} '\n{note}{SLEEP}", leader=name == "leader", end_stage=stage)
+        ready = f"NAME = '{name} '\n{note}print('up', flush=True)\n"
+        programs.add(name, ready + SLEEP, leader=name == "leader", end_stage=stage)
     stop = asyncio.Event()
     running = asyncio.create_task(supervise(programs, stop))
     await programs.up("hub", "engine", "trainer", "leader")
-    await asyncio.sleep(0.1)  # they write their pid just before they handle the signal
+    await until(lambda: all("up" in programs.log(each.name) for each in programs.listed))
     stop.set()
     assert await running == 0
     assert order.read_text() == "leader trainer engine hub "

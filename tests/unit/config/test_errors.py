@@ -114,25 +114,22 @@ def test_all_wrong_arguments_come_in_one_message(refused: Any) -> None:
     assert text.startswith("prog: the configuration has 3 errors\n")
 
 
-def test_missing_file(refused: Any) -> None:
-    assert "config file 'none/x.toml' does not exist (looked in " in refused("@", "none/x.toml")
-
-
-def test_folder_in_place_of_a_file(refused: Any, tmp_path: Any) -> None:
-    assert "cannot be read: Is a directory; expected a TOML file" in refused("@", str(tmp_path))
-
-
-def test_file_that_is_not_text(refused: Any, tmp_path: Any) -> None:
-    path = tmp_path / "x.toml"
-    path.write_bytes(b"\xff\xfe\x00")
-    assert "is not UTF-8 text" in refused("@", str(path))
-
-
-def test_invalid_toml_names_the_line(refused: Any, toml: Any) -> None:
-    path = toml("[model]\nname = unquoted\n")
-    text = refused("@", path)
-    assert f"config file '{path}' is not valid TOML" in text
-    assert "line 2" in text
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "config file 'FILE' does not exist (looked in "),
+        ("a folder", "cannot be read: Is a directory; expected a TOML file"),
+        (b"\xff\xfe\x00", "is not UTF-8 text"),
+        (b"[model]\nname = unquoted\n", "config file 'FILE' is not valid TOML: Invalid value (at line 2, column 8)"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(refused: Any, tmp_path: Any, content: Any, message: str) -> None:
+    path = tmp_path / "a.toml"
+    if content == "a folder":
+        path.mkdir()
+    elif content is not None:
+        path.write_bytes(content)
+    assert message.replace("FILE", str(path)) in refused("@", str(path))
 
 
 def test_section_with_a_plain_value(refused: Any, toml: Any) -> None:

@@ -46,13 +46,12 @@ def test_each_record_is_one_json_line_and_what_is_not_finite_is_null(tmp_path: P
     ]
 
 
-def test_the_console_shows_the_main_numbers_of_a_step_and_the_scores_of_an_evaluation() -> None:
-    lines: list[str] = []
-    sink = ConsoleSink(lines.append)
+def test_the_console_shows_the_main_numbers_of_a_step_and_the_scores_of_an_evaluation(said: list[str]) -> None:
+    sink = ConsoleSink()
     sink.write(3, {"reward/all/mean": 0.5, "optim/grad_norm": 0.25, "batch/groups": 4, "time/step": 1.234})
     sink.write(3, {"eval/echo/avg@2": 0.75, "eval/echo/failed": 0.0})
     sink.write(4, {"batch/groups": 4})
-    assert lines == ["step 3 | reward 0.5000 | grad_norm 0.250 | step_s 1.23", "step 3 | eval/echo/avg@2 0.7500"]
+    assert said == ["step 3 | reward 0.5000 | grad_norm 0.250 | step_s 1.23", "step 3 | eval/echo/avg@2 0.7500"]
 
 
 class FailingRun:
@@ -196,14 +195,6 @@ def test_tensorboard_takes_metrics_samples_and_distributions(tmp_path: Path) -> 
     assert "empty" not in found
 
 
-def test_tensorboard_that_is_not_installed_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    with pytest.raises(ConfigError, match=r"pip install 'meshrl\[tensorboard\]'"):
-        open_monitor(Layout(tmp_path), LogConfig(tensorboard=True), None, {})
-
-
 def test_trackio_takes_metrics_samples_and_distributions_and_goes_on_after_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -239,7 +230,10 @@ def test_trackio_that_does_not_start_costs_a_warning_and_no_run(
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "a": 1.0}
 
 
-def test_trackio_that_is_not_installed_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "trackio", None)
-    with pytest.raises(ConfigError, match=r"pip install 'meshrl\[trackio\]'"):
-        open_monitor(Layout(tmp_path), LogConfig(trackio=True), None, {})
+@pytest.mark.parametrize(("package", "key"), [("tensorboardX", "tensorboard"), ("trackio", "trackio")])
+def test_a_service_that_is_not_installed_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, key: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=rf"pip install 'meshrl\[{key}\]'"):
+        open_monitor(Layout(tmp_path), LogConfig(**{key: True}), None, {})

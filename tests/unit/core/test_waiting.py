@@ -142,7 +142,6 @@ async def test_what_is_in_flight_is_counted_and_waited_for():
         assert not await flying.idle_within(0.01)
     assert flying.count == 0
     assert await flying.idle_within(0.0)
-    await flying.idle()
 
 
 async def test_what_came_as_the_wait_for_a_queue_ended_is_taken() -> None:

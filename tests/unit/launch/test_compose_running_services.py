@@ -1,11 +1,7 @@
 """Services that run already are used, not started."""
 
-from pathlib import Path
-
 import pytest
 
-from meshrl.core.config import dump_toml, load_config
-from meshrl.launch.config import RLConfig
 from run_config import COMPONENTS, load, parts_of, refusal
 
 RUNNING = {"rollout": "10.0.0.1:7001", "trainer": "10.0.0.2:7002", "weights": "10.0.0.3:7003"}
@@ -26,12 +22,6 @@ def test_services_that_run_already_are_used_and_not_started(names: tuple[str, ..
         assert parts["rollout"].config.weights == RUNNING["weights"]
     if "trainer" in parts:
         assert parts["trainer"].config.weight_broadcast.address == RUNNING["weights"]
-
-
-def test_resolved_configuration_of_a_run_starts_all_of_its_programs_again(tmp_path: Path) -> None:
-    dump_toml(load("--inference"), tmp_path / "rl.toml")
-    again = load_config(RLConfig, ["@", str(tmp_path / "rl.toml")], prog="rl", environ={})
-    assert set(parts_of(again)) == set(COMPONENTS)
 
 
 def test_a_run_whose_workers_dial_in_starts_no_rollout_program() -> None:

@@ -73,20 +73,24 @@ def test_written_configuration_neither_cleans_nor_stays_dry(tmp_path: Path, monk
     assert (again.clean_output_dir, again.dry_run) == (False, False)
 
 
-def test_folder_that_must_not_be_cleaned_ends_with_code_2(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("--output-dir", "TMP", "--clean-output-dir"), "rl: clean_output_dir: TMP is not emptied"),
+        (("--output-dir", "TMP/thesis.tex/run"), "cannot be written: Not a directory; choose another"),
+        (("--output-dir", "TMP/run", "--inference.python", "TMP/none"), "inference.python: 'TMP/none' is no program"),
+    ],
+)
+def test_a_path_that_cannot_be_used_ends_with_code_2(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    argv: tuple[str, ...],
+    message: str,
 ) -> None:
     (tmp_path / "thesis.tex").write_text("x")
-    assert run_main(monkeypatch, "--output-dir", str(tmp_path), "--clean-output-dir") == 2
-    assert capsys.readouterr().err.startswith("rl: clean_output_dir: ")
-
-
-def test_output_dir_that_cannot_be_written_ends_with_code_2(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").write_text("x")
-    assert run_main(monkeypatch, "--output-dir", str(tmp_path / "file" / "run")) == 2
-    assert "cannot be written: Not a directory; choose another" in capsys.readouterr().err
+    assert run_main(monkeypatch, *(word.replace("TMP", str(tmp_path)) for word in argv)) == 2
+    assert message.replace("TMP", str(tmp_path)) in capsys.readouterr().err
 
 
 def test_every_program_is_started_from_its_own_file_and_can_be_run_as_a_module(tmp_path: Path) -> None:
@@ -130,14 +134,6 @@ def test_an_interpreter_without_meshrl_ends_with_code_2_and_says_how_to_install_
     told = capsys.readouterr().err
     assert f"{str(bare)!r} finds no meshrl.inference.main; install meshrl there" in told
     assert "pip install 'meshrl[inference]'" in told
-
-
-def test_interpreter_that_is_not_there_ends_with_code_2(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    absent = str(tmp_path / "python")
-    assert run_main(monkeypatch, "--output-dir", str(tmp_path / "run"), "--inference.python", absent) == 2
-    assert f"inference.python: {absent!r} is no program" in capsys.readouterr().err
 
 
 def test_gpus_that_are_not_there_end_with_code_2(

@@ -116,14 +116,11 @@ class Monitor:
 class ConsoleSink(Sink):
     """One log line a record: the main numbers of a step, or every score of an evaluation."""
 
-    def __init__(self, emit: Callable[[str], None] = logger.info) -> None:
-        self._emit = emit
-
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         parts = [f"{label} {metrics[name]:{spec}}" for name, label, spec in CONSOLE_FIELDS if name in metrics]
         parts += [f"{name} {value:.4f}" for name, value in metrics.items() if name.startswith("eval/") and "@" in name]
         if parts:
-            self._emit(f"step {step} | " + " | ".join(parts))
+            logger.info("step {} | {}", step, " | ".join(parts))
 
 
 class JsonlSink(Sink):
