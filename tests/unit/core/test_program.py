@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -11,7 +10,7 @@ import threading
 import pytest
 
 from meshrl.core.config.base import ConfigError
-from meshrl.core.program import BLOCKING_THREADS, READY_FILE, how_it_ended, raise_open_file_limit, run
+from meshrl.core.program import BLOCKING_THREADS, READY_FILE, how_it_ended, run
 from meshrl.core.rpc.serve import is_loopback
 from meshrl.wire.errors import MeshError, Reason
 
@@ -123,16 +122,6 @@ def test_a_second_signal_ends_the_process_at_once():
     finally:
         process.kill()
         process.communicate()
-
-
-def test_the_limit_of_open_files_is_raised():
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
-        raise_open_file_limit()
-        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 512
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 MESSAGES = """
