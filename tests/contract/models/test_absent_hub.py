@@ -30,7 +30,6 @@ Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(huggingface, "ANSWER_S", 0.5)
 
 
 def point_at(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,6 +72,7 @@ async def test_weights_of_a_hub_that_hangs_up_or_never_answers(tmp_path: Path, m
     async with answering(hang_up, monkeypatch):
         with pytest.raises(ModelError, match=refused.format("disconnected")):
             await fill(tmp_path)
+    monkeypatch.setattr(huggingface, "ANSWER_S", 0.5)
     async with answering(keep_waiting, monkeypatch):
         with pytest.raises(ModelError, match=refused.format("timed out")):
             await fill(tmp_path)

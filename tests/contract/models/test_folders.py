@@ -20,7 +20,10 @@ from meshrl.models.families import attention_implementation
 from meshrl.models.state import ROUTER_BIASES
 from tiny_families import FAMILIES, tiny_config, tiny_model
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers, about attention that it does not set
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # of transformers, about attention that it does not set
+    pytest.mark.timeout(1300),  # two programs that train every family, on a machine that may be busy
+]
 
 BIASED = (
     "afmoe", "axk1", "axk2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe", "exaone_moe", "glm4_moe",
@@ -74,7 +77,7 @@ def written(bases: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         done = subprocess.run(
             [sys.executable, *launcher, family_folders.__file__, str(bases), str(results[name]), device, *families],
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-            capture_output=True, text=True, timeout=280,
+            capture_output=True, text=True, timeout=600,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-3000:]
     return results

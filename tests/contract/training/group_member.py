@@ -16,6 +16,7 @@ from meshrl.core.heap import loading
 
 with loading():
     import torch
+    import torch.distributed as dist
 
     from meshrl.core.orphans import Lifeline
     from meshrl.training.parallel.rank_group import RankGroup
@@ -26,14 +27,16 @@ def main(folder: Path, mode: str) -> None:
         sys.exit("rank 1 has a problem")
     if mode == "idle":
         from meshrl.trainer.ranks.commands import CommandSender  # it imports transformers, which takes seconds
-    group = RankGroup.start(os.environ, device=torch.device("cpu"), timeout_s=2 if mode == "idle" else 60)
+
+        dist.init_process_group("gloo")  # the ranks meet, however long that takes on a busy machine
+    group = RankGroup.start(os.environ, device=torch.device("cpu"), timeout_s=4 if mode == "idle" else 60)
     lifeline = Lifeline.tie(group, os.environ)
     told: list[int] = []
     signal.signal(signal.SIGTERM, lambda signum, frame: told.append(signum))
     (folder / f"{group.rank}.pid").write_text(str(os.getpid()))
     if mode == "idle" and group.rank == 0:
         future: Future[None] = Future()
-        threading.Timer(4, future.set_result, [None]).start()
+        threading.Timer(6, future.set_result, [None]).start()
         CommandSender(group, heartbeat_s=0.5).wait(future)
         told.append(0)
     while group.broadcast((b"stop" if told else b"go") if group.rank == 0 else None) != b"stop":
