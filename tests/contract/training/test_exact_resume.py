@@ -1,4 +1,4 @@
-"""A resumed run of one process goes on to the bit as one that was never stopped, whatever the optimizer."""
+"""A resumed run of one process goes on to the bit as one that was never stopped; of AdamW see `test_resume`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,6 @@ import checkpoint_kit as kit
 from meshrl.training.checkpoints.checkpointer import Checkpointer
 from meshrl.training.config import CheckpointConfig
 
-ON_HOST = {"optim_cpu_offload": True}
-LORA = {"lora": {"rank": 4, "dropout": 0.2}}
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
@@ -23,14 +20,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize(
     ("settings", "optim"),
-    [
-        ({}, {}),
-        (LORA, {}),
-        ({}, {"type": "muon"}),
-        ({}, {"type": "sgd", "momentum": 0.9}),
-        (ON_HOST, {}),
-    ],
-    ids=["adamw", "lora with dropout", "muon", "sgd", "state on the host"],
+    [({}, {"type": "muon"}), ({}, {"type": "sgd", "momentum": 0.9}), ({"optim_cpu_offload": True}, {})],
+    ids=["muon", "sgd", "state on the host"],
 )
 def test_ten_steps_resumed_for_ten_are_twenty_bit_for_bit(
     model: str, tmp_path: Path, settings: dict[str, Any], optim: dict[str, Any]

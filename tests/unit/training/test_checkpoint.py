@@ -40,19 +40,19 @@ def saved_steps(output_dir: Path) -> list[int]:
 
 
 def test_a_save_changes_nothing_in_training(model: str, tmp_path: Path) -> None:
-    expected = kit.train(kit.build(model, LORA), 6)
+    expected = kit.train(kit.build(model, LORA), 4)
     saving = kit.build(model, LORA)
     checkpointer = Checkpointer(*saving, tmp_path, tokenizer=None)
     got = []
-    for step in range(1, 7):
+    for step in range(1, 5):
         got += kit.train(saving, step)
         checkpointer.save_as(CheckpointConfig(save_async=step % 2 == 0))
     checkpointer.wait_for_save()
     assert got == expected
-    assert saved_steps(tmp_path) == [1, 2, 3, 4, 5, 6]
+    assert saved_steps(tmp_path) == [1, 2, 3, 4]
 
 
-def test_saving_in_the_background_writes_the_same_as_saving(model: str, tmp_path: Path) -> None:
+def test_a_snapshot_in_the_background_is_the_same(model: str, tmp_path: Path) -> None:
     trained = kit.build(model)
     kit.train(trained, 3)
     for name, in_background in (("now", False), ("later", True)):
@@ -61,12 +61,6 @@ def test_saving_in_the_background_writes_the_same_as_saving(model: str, tmp_path
         checkpointer.wait_for_save()
     now, later = (load_file(tmp_path / name / "weights/step_3/model.safetensors") for name in ("now", "later"))
     kit.assert_same(now, later)
-    states = []
-    for name in ("now", "later"):
-        fresh = kit.build(model)
-        Checkpointer(*fresh, tmp_path / name, tokenizer=None).restore(3)
-        states.append(kit.state(fresh))
-    kit.assert_same(*states)
 
 
 def test_the_snapshot_is_a_hugging_face_folder_of_the_trained_weights(model: str, tmp_path: Path) -> None:
