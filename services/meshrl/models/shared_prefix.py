@@ -26,7 +26,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from meshrl.models.kernels.fused_attention import OPERATOR, FusedPlan, attention_backward, attention_forward, upload
+from meshrl.models.kernels.fused_attention import (
+    OPERATOR,
+    FusedPlan,
+    attention_backward,
+    attention_forward,
+    gradient_shapes,
+    output_shapes,
+    upload,
+)
 
 _aten = torch.ops.aten
 
@@ -302,9 +310,7 @@ def _longest_of_short(plan: Sequence[torch.Tensor]) -> int | None:
     return None if spans else longest
 
 
-@_fused.register_fake
-def _fused_shapes(query_THD: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(query_THD), query_THD.new_empty(query_THD.shape[1], query_THD.shape[0], dtype=torch.float32)
+_fused.register_fake(output_shapes)
 
 
 @torch.library.custom_op(f"{PREFIX_OPERATOR}_backward", mutates_args=())
@@ -344,12 +350,7 @@ def _fused_backward(
     return to_query, to_key, to_value
 
 
-@_fused_backward.register_fake
-def _fused_backward_shapes(
-    grad_THD: torch.Tensor, inputs: list[torch.Tensor], *_: object
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    query_THD, key_TKD, value_TKD = inputs
-    return torch.empty_like(query_THD), torch.empty_like(key_TKD), torch.empty_like(value_TKD)
+_fused_backward.register_fake(gradient_shapes)
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:

@@ -121,9 +121,11 @@ def attention_forward(
     return out_THD, lse_HT
 
 
-@_attention.register_fake
-def _attention_shapes(query_THD: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+def output_shapes(query_THD: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(query_THD), query_THD.new_empty(query_THD.shape[1], query_THD.shape[0], dtype=torch.float32)
+
+
+_attention.register_fake(output_shapes)
 
 
 @torch.library.custom_op(f"{OPERATOR}_backward", mutates_args=())
@@ -172,12 +174,14 @@ def attention_backward(
     return gradients
 
 
-@_attention_backward.register_fake
-def _attention_backward_shapes(
+def gradient_shapes(
     grad_THD: torch.Tensor, inputs: list[torch.Tensor], *_: object
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     query_THD, key_TKD, value_TKD = inputs
     return torch.empty_like(query_THD), torch.empty_like(key_TKD), torch.empty_like(value_TKD)
+
+
+_attention_backward.register_fake(gradient_shapes)
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
