@@ -97,7 +97,7 @@ def curve(settings: dict[str, Any], model: str, steps: int) -> dict[str, Any]:
     results = []
     for step in range(steps):
         rows = stream_batch(step, dp_size=parallel.plan.dp_size, vocab_size=vocab_size, **stream)
-        trained.learner.forward_backward(trained.run, rows)
+        trained.pass_rows(rows)
         if evaluate:
             trained.learner.evaluate(trained.run, rows)
         results.append(trained.learner.optim_step(trained.run))

@@ -8,12 +8,12 @@ from typing import NamedTuple
 from torch import nn
 from transformers import PreTrainedModel
 
-from meshrl.algorithms.objective import Objective
+from meshrl.algorithms.objective import BatchCounts, Objective, count
 from meshrl.models.adapters import AdapterScale
 from meshrl.models.expert_lora import ExpertAdapter
 from meshrl.models.lora import LoraLinear, make_set, prepare_lora
 from meshrl.training.config import OptimConfig, SchedulerConfig
-from meshrl.training.learner import Learner, StepResult
+from meshrl.training.learner import Learner, RunRows, StepResult
 from meshrl.training.run_state import RunState, TokenRecord
 from meshrl.wire.types import MicroBatch
 
@@ -49,6 +49,11 @@ class Trained(NamedTuple):
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
         return self.learner.step(self.run, micro_batches)
+
+    def pass_rows(self, micro_batches: Sequence[MicroBatch], counts: BatchCounts | None = None) -> None:
+        """`counts` by default of these rows."""
+        counts = counts or count(micro_batches)
+        self.learner.pass_rows([RunRows(run=self.run, micro_batches=micro_batches, counts=counts)])
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> TokenRecord:
         return self.learner.evaluate(self.run, micro_batches)

@@ -81,7 +81,7 @@ class RowRecord:
 class RunRows:
     run: RunState
     micro_batches: Sequence[MicroBatch]
-    counts: BatchCounts
+    counts: BatchCounts  # by which the terms are divided: of the whole batch, where these are a part
 
 
 class Learner:
@@ -153,25 +153,18 @@ class Learner:
 
     def step(self, run: RunState, micro_batches: Sequence[MicroBatch]) -> StepResult:
         """A step from a whole batch. Raises StepError and UpdateError as its two halves."""
-        self.forward_backward(run, micro_batches)
+        self.pass_rows([RunRows(run=run, micro_batches=micro_batches, counts=count(micro_batches))])
         return self.optim_step(run)
 
-    def forward_backward(
-        self, run: RunState, micro_batches: Sequence[MicroBatch], counts: BatchCounts | None = None
-    ) -> PassResult:
-        """Adds the gradient of the rows' objective to the run's gradient.
+    def pass_rows(self, parts: Sequence[RunRows]) -> None:
+        """Adds the gradient of the rows' objective to each run's gradient.
 
-        Each term is divided by its `counts`, by default those of these rows; parts of a batch need those of the whole.
+        Several runs must be such that `joins` holds for; the first rows of all are then one row of the pass, and so on.
 
-        Raises StepError when the loss is not finite (then on every rank), or when a process on its own runs out of
-        device memory; a group ends, since its ranks wait for each other. A call that fails drops the run's whole
-        gradient, that of earlier passes included.
+        Raises StepError when a loss is not finite (then on every rank), or when a process on its own runs out of device
+        memory; a group ends, since its ranks wait for each other. A call that fails drops the whole gradient of a run,
+        that of earlier passes included, and leaves those of several runs as before.
         """
-        return self.pass_rows([RunRows(run=run, micro_batches=micro_batches, counts=counts or count(micro_batches))])[0]
-
-    def pass_rows(self, parts: Sequence[RunRows]) -> list[PassResult]:
-        """Passes rows of one run as `forward_backward`, or of several that `joins` holds for: the first rows of all are
-        then one row of the pass, and so on. If that fails, their gradients are as before."""
         started = time.perf_counter()
         runs, alone = [part.run for part in parts], len(parts) == 1
         joins = [join_rows(part.micro_batches, max_tokens=self._pass_tokens) for part in parts]
@@ -228,7 +221,6 @@ class Learner:
                 sets.add_gradients()
         for run, result in zip(runs, results, strict=True):
             run.passes.append(result)
-        return results
 
     def _join(self, runs: Sequence[RunState], row: Sequence[MicroBatch]) -> JoinedSets:
         sets = [run.adapters for run in runs if run.adapters is not None]
@@ -238,12 +230,12 @@ class Learner:
         """Clips the run's gradient, which is used up, and steps its optimizer.
 
         Raises StepError, with weights and optimizer as before on every rank, when the run has no gradient, when it is
-        not finite, or when memory runs out before the weights are touched, as in `forward_backward`. Raises UpdateError
+        not finite, or when memory runs out before the weights are touched, as in `pass_rows`. Raises UpdateError
         when the optimizer itself fails: the run's weights are of no use any more. Over adapters every rank raises it.
         """
         if not run.passes:
             raise StepError(
-                f"step {run.next_step}: run {run.run_id!r} has no gradient to step with; call forward_backward before "
+                f"step {run.next_step}: run {run.run_id!r} has no gradient to step with; call pass_rows before "
                 "each optim_step, and again after one that failed"
             )
         started = time.perf_counter()

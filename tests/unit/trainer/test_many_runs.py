@@ -16,7 +16,6 @@ from meshrl.core.config import ConfigError
 from meshrl.models.logprobs import PackedRow
 from meshrl.trainer.runs.settings import RunSettings
 from meshrl.training.learner import Learner, RunRows
-from meshrl.training.run_state import PassResult
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import AdapterSpec, Batch, LossSpec, OptimizerSpec, RunPhase, RunSpec, StartPoint, StepState
 from polling import until
@@ -168,9 +167,9 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     made: list[list[str]] = []
     pass_rows = Learner.pass_rows
 
-    def noted(learner: Learner, parts: Sequence[RunRows]) -> list[PassResult]:
+    def noted(learner: Learner, parts: Sequence[RunRows]) -> None:
         made.append([part.run.run_id for part in parts])
-        return pass_rows(learner, parts)
+        pass_rows(learner, parts)
 
     monkeypatch.setattr(Learner, "pass_rows", noted)
     return made

@@ -200,7 +200,7 @@ def test_another_programs_part_of_a_step_is_left_alone(model: str, tmp_path: Pat
 
 def test_a_restored_run_has_no_gradient_of_the_weights_before(model: str, saved: Path) -> None:
     trained = kit.build(model)
-    trained.learner.forward_backward(trained.run, stream_batch(1, dp_size=1, vocab_size=kit.VOCAB))
+    trained.pass_rows(stream_batch(1, dp_size=1, vocab_size=kit.VOCAB))
     Checkpointer(*trained, saved, tokenizer=None).restore(3)
     assert all(parameter.grad is None for parameter in trained.model.parameters())
     with pytest.raises(StepError, match="step 4: run 'main' has no gradient to step with"):

@@ -140,7 +140,7 @@ def test_two_halves_of_a_batch_are_its_step_bit_for_bit_where_both_have_its_coun
     for _ in range(2):
         wanted = whole.step(rows)
         for half in (rows[:3], rows[3:]):
-            halves.learner.forward_backward(halves.run, half, counts)
+            halves.pass_rows(half, counts)
         result = halves.learner.optim_step(halves.run)
         assert (result.step, result.grad_norm, result.lr) == (wanted.step, wanted.grad_norm, wanted.lr)
         for name in TokenRecord.__dataclass_fields__:
@@ -158,7 +158,7 @@ def test_passes_without_common_counts_add_up_their_own_means() -> None:
     once, twice = learner(max_norm=None), learner(max_norm=None)
     single = once.step(rows)
     for _ in range(2):
-        twice.learner.forward_backward(twice.run, rows)
+        twice.pass_rows(rows)
     double = twice.learner.optim_step(twice.run)
     assert double.grad_norm == pytest.approx(2 * single.grad_norm, rel=1e-6)
     assert double.loss == pytest.approx(2 * single.loss, rel=1e-6)
@@ -168,7 +168,7 @@ def test_passes_without_common_counts_add_up_their_own_means() -> None:
 def test_a_run_without_a_gradient_refuses_an_optimizers_step() -> None:
     trained, rows = learner(), packed(seq_len=64).micro_batches
     before = gather_state(trained.model)
-    refusal = r"step {}: run 'main' has no gradient to step with; call forward_backward before each optim_step"
+    refusal = r"step {}: run 'main' has no gradient to step with; call pass_rows before each optim_step"
     with pytest.raises(StepError, match=refusal.format(1)):
         trained.learner.optim_step(trained.run)
     assert trained.run.step_done == 0
@@ -183,11 +183,11 @@ def test_a_pass_that_fails_drops_the_gradient_of_the_pass_before_it() -> None:
     trained.step(rows)
     plain.step(rows)
     before, optimizer = gather_state(trained.model), moments(trained)
-    trained.learner.forward_backward(trained.run, rows)
+    trained.pass_rows(rows)
     assert any(parameter.grad is not None for parameter in trained.model.parameters())
     sound, trained.run.objective = trained.run.objective, Objective(loss=not_finite_loss)
     with pytest.raises(StepError, match=r"step 2: loss nan is not finite"):
-        trained.learner.forward_backward(trained.run, rows)
+        trained.pass_rows(rows)
     assert all(parameter.grad is None for parameter in trained.model.parameters())
     with pytest.raises(StepError, match="no gradient to step with"):
         trained.learner.optim_step(trained.run)
@@ -203,7 +203,7 @@ def test_a_pass_that_fails_drops_the_gradient_of_the_pass_before_it() -> None:
 def test_gradient_that_is_not_finite_changes_nothing() -> None:
     trained, rows = learner(), packed(seq_len=64).micro_batches
     before = gather_state(trained.model)
-    trained.learner.forward_backward(trained.run, rows)
+    trained.pass_rows(rows)
     gradient = trained.run.parameters[0].grad
     assert gradient is not None
     gradient[0] = float("inf")
@@ -291,7 +291,7 @@ def test_the_routing_of_a_step_counts_all_its_passes() -> None:
     rows = packed(seq_len=12).micro_batches
     wanted = whole.step(rows).routing
     for half in (rows[:2], rows[2:]):
-        halves.learner.forward_backward(halves.run, half, count_of(rows))
+        halves.pass_rows(half, count_of(rows))
         halves.evaluate(rows)  # which is none of the step's passes
     assert halves.learner.optim_step(halves.run).routing == pytest.approx(wanted, rel=1e-12)
 

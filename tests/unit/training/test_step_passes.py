@@ -75,7 +75,7 @@ def test_a_group_of_one_trains_as_fsdp_alone_would(settings: dict[str, object], 
     for _ in range(2):  # the first pass of a unit is FSDP's
         for each in (one, plain):
             each.run.drop_gradient()
-            each.learner.forward_backward(each.run, batch)
+            each.pass_rows(batch)
     for ours, theirs in zip(one.run.parameters, plain.run.parameters, strict=True):
         assert torch.equal(ours.grad.full_tensor(), theirs.grad.full_tensor())
     for each in (one, plain):
@@ -91,7 +91,7 @@ def test_gradients_are_those_of_the_master_weights_after_each_call(model: str, a
     assert all(parameter.grad is None for parameter in one.model.parameters())
     sums = []
     for _ in range(2):
-        one.learner.forward_backward(one.run, batch)
+        one.pass_rows(batch)
         gradients = [parameter.grad for parameter in one.run.parameters]
         assert {gradient.dtype for gradient in gradients} == {torch.float32}
         sums.append([gradient.full_tensor().clone() for gradient in gradients])
