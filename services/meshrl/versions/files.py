@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -76,13 +76,13 @@ class HostBytes:
             at, data = piece
             target[at : at + len(data)] = data
 
+        pieces = [
+            (offset + at, data[at : at + COPY_BYTES])
+            for offset, data in self.parts
+            for at in range(0, len(data), COPY_BYTES)
+        ]
         with ThreadPoolExecutor(THREADS) as threads:
-            list(threads.map(copy, self._pieces(COPY_BYTES)))
-
-    def _pieces(self, most: int) -> Iterator[tuple[int, Bytes]]:
-        for offset, data in self.parts:
-            for at in range(0, len(data), most):
-                yield offset + at, data[at : at + most]
+            list(threads.map(copy, pieces))
 
     def wrong_tensor(self, manifest: Manifest, stop: threading.Event) -> str | None:
         """Name of the first tensor whose digest is not the manifest's; None: all are right, or `stop` is set. Blocking.

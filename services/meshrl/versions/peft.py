@@ -145,7 +145,8 @@ def check_fit(
         weight = weights.get(layer) or _adapted_weight(layer, tensors, shapes)
         if weight is None:
             raise refuse(f"{name} is for a layer that the model does not have")
-        inputs, outputs = _sides(weight, shapes)
+        *_, first, second = shapes[weight.name]
+        inputs, outputs = (first, second) if weight.transposed else (second, first)
         rank = adapter.rank * max(1, weight.experts)
         expected = (rank, inputs) if part == "A" else (outputs, rank)
         if tuple(tensor.shape) != expected:
@@ -182,8 +183,3 @@ def _adapted_weight(
         experts=shapes[f"{experts}.{own}"][0],
         transposed=sides.get(own, next(iter(sides.values()), False)),
     )
-
-
-def _sides(weight: AdaptedWeight, shapes: Mapping[str, Sequence[int]]) -> tuple[int, int]:
-    *_, first, second = shapes[weight.name]
-    return (first, second) if weight.transposed else (second, first)

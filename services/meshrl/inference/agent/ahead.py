@@ -36,15 +36,13 @@ class VersionAhead:
         self._hub = WeightSyncClient(broadcast.address)
         self._downloader = Downloader(self._hub, LinkLimits.of(broadcast), broadcast.relays)
         self._fetcher = VersionFetcher(self._downloader, spool=spool)
-        self._newest: VersionInfo | None = None
-        self._decided = asyncio.Event()
         self._artifact_id = ""
         self._coming: asyncio.Task[HostBytes] | None = None
-        self._following: set[asyncio.Task[None]] = set()
+        self._following: asyncio.Task[None] | None = None
         self._dropped: set[asyncio.Task[HostBytes]] = set()
 
     def begin(self) -> None:
-        self._following = {asyncio.create_task(self._watch()), asyncio.create_task(self._follow())}
+        self._following = asyncio.create_task(self._follow())
 
     @property
     def came(self) -> str:
@@ -55,8 +53,7 @@ class VersionAhead:
 
     async def take(self, artifact_id: str) -> HostBytes | None:
         """The bytes of an artifact, once they are here; None if they do not come. Nothing else comes from then on."""
-        self._end_following()
-        coming, self._coming = self._coming, None
+        coming = self._end_following()
         if coming is None:
             return None
         if artifact_id != self._artifact_id:
@@ -73,11 +70,10 @@ class VersionAhead:
 
     async def close(self) -> None:
         """Drops what was not taken; may be called twice."""
-        self._end_following()
-        coming, self._coming = self._coming, None
+        coming = self._end_following()
         if coming is not None:
             self._drop(coming)
-        ending = {*self._following, *self._dropped}
+        ending = {*self._dropped, *([] if self._following is None else [self._following])}
         if ending:
             await asyncio.wait(ending, timeout=CLOSE_S)
         await self._downloader.close()
@@ -85,27 +81,21 @@ class VersionAhead:
 
     # --- what comes -------------------------------------------------------------------------------
 
-    async def _watch(self) -> None:
+    async def _follow(self) -> None:
+        newest = (0, -1)
         try:
             async with aclosing(self._hub.watch_versions()) as events:
                 async for event in events:
-                    version, newest = event.version, self._newest
-                    is_newer = newest is None or (version.epoch, version.version) > (newest.epoch, newest.version)
-                    if version.state in DECIDED and is_newer:
-                        self._newest = version
-                        self._decided.set()
+                    version, number = event.version, (event.version.epoch, event.version.version)
+                    if version.state not in DECIDED or number <= newest:
+                        continue
+                    newest = number
+                    try:
+                        await self._bring(version)
+                    except MeshError as error:  # such as a version that a newer one has replaced meanwhile
+                        logger.info("version {} does not come ahead: {}", version.version, error)
         except MeshError as error:
             logger.info("no version comes ahead: {}", error)
-
-    async def _follow(self) -> None:
-        while True:
-            await self._decided.wait()
-            self._decided.clear()
-            assert self._newest is not None, "it was decided"
-            try:
-                await self._bring(self._newest)
-            except MeshError as error:  # such as a version that a newer one has replaced meanwhile
-                logger.info("version {} does not come ahead: {}", self._newest.version, error)
 
     async def _bring(self, version: VersionInfo) -> None:
         found = await self._hub.find_version(
@@ -130,9 +120,11 @@ class VersionAhead:
 
     # --- its end ------------------------------------------------------------------------------------
 
-    def _end_following(self) -> None:
-        for task in self._following:
-            task.cancel()
+    def _end_following(self) -> asyncio.Task[HostBytes] | None:
+        if self._following is not None:
+            self._following.cancel()
+        coming, self._coming = self._coming, None
+        return coming
 
     def _drop(self, coming: asyncio.Task[HostBytes]) -> None:
         coming.cancel()

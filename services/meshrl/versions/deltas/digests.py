@@ -89,7 +89,7 @@ class Digester:
         first, last = (bisect_right(self._offsets, run.start + int(place) * run.width) - 1 for place in places[[0, -1]])
         starts = [(offset - run.start) // run.width for offset in self._offsets[first + 1 : last + 1]]
         edges = [0, *(np.searchsorted(places, starts).tolist() if starts else ()), len(places)]
-        number = _halves(places, halves)
+        number = places + 1 if halves == 1 else ((places * halves)[:, None] + np.arange(1, halves + 1)).reshape(-1)
         begins: dict[int, int] = {}
         for owner, (begin, end) in enumerate(pairwise(edges), first):
             if begin < end:
@@ -149,12 +149,6 @@ def with_lanes(tensors: Sequence[TensorEntry], lanes: Lanes) -> tuple[TensorEntr
     return tuple(
         replace(entry, digest=found.astype("<u8").tobytes()) for entry, found in zip(tensors, lanes, strict=True)
     )
-
-
-def _halves(places: NDArray[np.int64], halves: int) -> NDArray[np.int64]:
-    if halves == 1:
-        return places + 1
-    return ((places * halves)[:, None] + np.arange(1, halves + 1)).reshape(-1)
 
 
 def _differences(number: NDArray[np.int64], words: NDArray[np.uint16], begins: Sequence[int]) -> Lanes:

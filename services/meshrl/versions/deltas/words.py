@@ -18,18 +18,8 @@ from numpy.typing import NDArray
 Words: TypeAlias = NDArray[np.unsignedinteger]
 """Elements of 1, 2, 4 or 8 bytes as unsigned integers."""
 
-UNSIGNED: Mapping[int, np.dtype[np.unsignedinteger]] = {
-    1: np.dtype("<u1"),
-    2: np.dtype("<u2"),
-    4: np.dtype("<u4"),
-    8: np.dtype("<u8"),
-}
-_SIGNED: Mapping[int, np.dtype[np.signedinteger]] = {
-    1: np.dtype("<i1"),
-    2: np.dtype("<i2"),
-    4: np.dtype("<i4"),
-    8: np.dtype("<i8"),
-}
+UNSIGNED: Mapping[int, np.dtype[np.unsignedinteger]] = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
+_SIGNED: Mapping[int, np.dtype[np.signedinteger]] = {width: np.dtype(f"<i{width}") for width in (1, 2, 4, 8)}
 
 
 def ordered(words: Words) -> Words:
