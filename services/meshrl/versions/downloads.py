@@ -51,7 +51,6 @@ class Downloader:
     """Keeps its connections and measurements from version to version."""
 
     def __init__(self, hub: WeightSyncClient, limits: LinkLimits, relays: Sequence[str] = ()) -> None:
-        """`relays`: addresses to ask before the hub."""
         self.limits = limits
         self.sources = ByteSources(hub.address, relays)
         self.connections = Connections(hub)

@@ -185,7 +185,6 @@ class Spool:
             raise no_room(manifest.version, self._choices, error) from error
 
     def write(self, version: int, data: Bytes) -> HostBytes:
-        """A file with the bytes of a delta. Raises MeshError OVERLOADED: no room."""
         try:
             fd, name = tempfile.mkstemp(dir=private_folder(self._folder(len(data))), prefix=f"delta_{version}-")
             with open(fd, "wb") as file:

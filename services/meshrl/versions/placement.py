@@ -63,11 +63,9 @@ class Move:
 
     @property
     def is_run(self) -> bool:
-        """Whether the part has no gaps in the tensor."""
         return self.from_stride == (1,)
 
     def of(self, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The view of the parameter."""
         held = parameters[self.parameter]
         return held.as_strided(self.shape, self.to_stride, held.storage_offset() + self.to_offset)
 
@@ -104,7 +102,6 @@ Steps = Sequence[tuple[int, int, int]]  # (size, stride in the tensor, stride in
 
 
 def _move(tensor: str, parameter: str, from_offset: int, to_offset: int, steps: Steps) -> Move:
-    """The move of as few dimensions as it needs."""
     found: list[tuple[int, int, int]] = []
     for size, stride, to_stride in steps:
         if found and found[-1][1:] == (size * stride, size * to_stride):
@@ -203,7 +200,6 @@ class _Ranges:
         self._order = sorted((start, ends[name], name) for name, start in self._starts.items())
 
     def find(self, view: torch.Tensor) -> str | None:
-        """The tensor that a view is of."""
         at = view.data_ptr()
         return next((name for start, end, name in self._order if view.numel() and start <= at < end), None)
 
@@ -227,17 +223,14 @@ class WeightPlacement:
 
     @property
     def tensors(self) -> Collection[str]:
-        """Those of which this rank holds parts."""
         return self._moves.keys()
 
     @property
     def moves(self) -> Mapping[str, Sequence[Move]]:
-        """By tensor."""
         return self._moves
 
     @torch.no_grad()
     def fill(self, tensors: Iterable[tuple[str, torch.Tensor]], parameters: Mapping[str, torch.Tensor]) -> None:
-        """Copies whole tensors to where their parts belong."""
         pairs = [
             (
                 move.of(parameters),

@@ -21,5 +21,4 @@ class Progress:
         self._moved_s = time.monotonic() + unseen_s
 
     def left_s(self, stall_s: float) -> float:
-        """Seconds until it has stood still for `stall_s`."""
         return self._moved_s + stall_s - time.monotonic()

@@ -38,7 +38,6 @@ class RangeQueue:
     """The bytes of some chunks of a version: to be claimed, claimed, or here."""
 
     def __init__(self, chunks: Sequence[ChunkEntry], missing: Collection[int]) -> None:
-        """`missing`: indices of the chunks that are wanted."""
         self._chunks = chunks
         self._offsets = [chunk.offset for chunk in chunks]
         self._left = {index: chunks[index].length for index in missing}
@@ -108,7 +107,6 @@ class RangeQueue:
         return claim.at - start, complete
 
     def release(self, claim: Claim) -> None:
-        """A connection is done with it, or broken."""
         claim.connections -= 1
         if claim.connections:
             return

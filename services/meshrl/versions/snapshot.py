@@ -68,8 +68,6 @@ class SideStream:
 
 
 class HostCopies:
-    """Brings one snapshot after the other into pinned host memory."""
-
     def __init__(self) -> None:
         self._pinned: torch.Tensor | None = None
         self._side = SideStream()

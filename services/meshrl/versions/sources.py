@@ -198,7 +198,6 @@ class Connections:
             await before.close()
 
     async def close(self) -> None:
-        """Ends all of them but the first."""
         clients = [*self._clients.values(), *self._dropped.values()]
         self._clients, self._dropped = {(self._hub.address, 0): self._hub}, {}
         await asyncio.gather(*(client.close() for client in clients if client is not self._hub))

@@ -45,7 +45,6 @@ class Peers:
     engines: Sequence[EngineInfo] = ()
 
     def engines_can(self, capability: str) -> bool:
-        """Whether every engine has it."""
         return all(capability in engine.capabilities for engine in self.engines)
 
 
@@ -81,8 +80,6 @@ class Attempts:
 
 
 class Uploader:
-    """Stages and seals versions at the hub for a publisher."""
-
     def __init__(
         self,
         client: WeightSyncClient,
@@ -100,7 +97,6 @@ class Uploader:
         self.connections = 1  # the most that an upload had
 
     async def close(self) -> None:
-        """Ends the connections beyond the client's own."""
         if self._connections is not None:
             await self._connections.close()
 

@@ -48,7 +48,6 @@ _crc32c = _unlocked_crc32c()
 
 
 def chunk_of(offset: int, data: bytes | NDArray[np.uint8]) -> Chunk:
-    """A chunk to send, with its checksum."""
     found = np.frombuffer(data, dtype=np.uint8)
     return Chunk(offset=offset, data=data if isinstance(data, bytes) else found.data, crc32c=_crc32c(found))
 
@@ -145,7 +144,6 @@ class VersionBytes:
             self._lock.notify_all()
 
     def give_up(self) -> None:
-        """No more bytes come; ends `wait_for`."""
         with self._lock:
             self._given_up = True
             self._lock.notify_all()
@@ -159,7 +157,6 @@ class VersionBytes:
             )
 
     def is_chunk(self, offset: int, length: int) -> bool:
-        """Whether these bytes are exactly one chunk."""
         chunk = self.manifest.chunks[self._index_at(offset)]
         return (chunk.offset, chunk.length) == (offset, length)
 
@@ -266,7 +263,6 @@ def _is_sound(reader: PayloadReader, chunk: ChunkEntry) -> bool:
 
 @contextmanager
 def room_for(manifest: Manifest, spool_dir: Path, who: str = "the hub") -> Iterator[None]:
-    """Raises OVERLOADED for the error of a full disk."""
     try:
         yield
     except OSError as error:

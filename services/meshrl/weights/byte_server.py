@@ -23,8 +23,6 @@ WRITES_AT_ONCE = 3  # chunks of one upload
 
 
 class ByteServer:
-    """Uploads and fetches of one hub or relay, on its event loop."""
-
     def __init__(self, store: VersionStore, *, max_chunk_bytes: int) -> None:
         self._store, self._max_chunk_bytes = store, max_chunk_bytes
         self._changed = Pulse()

@@ -69,7 +69,6 @@ class DecisionLog:
         await asyncio.get_running_loop().run_in_executor(self._thread, self._save, rows)
 
     async def close(self) -> None:
-        """Closes the file, after what is being written."""
         await asyncio.get_running_loop().run_in_executor(self._thread, self._close)
         self._thread.shutdown()
 

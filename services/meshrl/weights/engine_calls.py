@@ -20,8 +20,6 @@ FOLLOW_PATH = "/follow_hub"
 
 
 class EngineCaller:
-    """Calls engines until each has registered."""
-
     def __init__(
         self,
         urls: Sequence[str],

@@ -269,7 +269,6 @@ class Hub:
     async def abort_version(
         self, *, run_id: str, epoch: int, version: int, message: str, artifact_id: str = ""
     ) -> VersionInfo:
-        """Drops an undecided version and its bytes."""
         record, actions = self.coordinator.line(run_id).abort(
             epoch=epoch, version=version, artifact_id=artifact_id, message=message, now_s=self._now()
         )
@@ -452,8 +451,6 @@ class Hub:
 
 
 class ActionQueue:
-    """The actions of one hub, carried out by `run` in order."""
-
     def __init__(self, perform: Callable[[Action], Awaitable[None]]) -> None:
         self._perform = perform
         self._queue: asyncio.Queue[tuple[Sequence[Action], asyncio.Future[None]]] = asyncio.Queue()
@@ -488,7 +485,6 @@ class ActionQueue:
         self.refuse_all(answer)
 
     def refuse_all(self, error: MeshError) -> None:
-        """Drops the actions that were not begun."""
         while not self._queue.empty():
             refuse(self._queue.get_nowait()[1], error)
 

@@ -11,7 +11,6 @@ from meshrl.wire.types import Activation, Manifest
 
 
 def describe(manifest: Manifest, artifact: str) -> None:
-    """Adds a version to the span of its upload."""
     attributes: dict[str, str | int] = {
         "meshrl.run_id": manifest.run_id,
         "meshrl.version": manifest.version,

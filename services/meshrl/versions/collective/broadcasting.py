@@ -128,7 +128,6 @@ class Sender:
     def _scatter(
         self, snapshot: Snapshot, messages: Sequence[Sequence[Message]], stall_s: float, moved: Callable[[], object]
     ) -> None:
-        """Packs the messages of a bucket while those of the bucket before leave."""
         spans = [bucket.spans[self._sender] for bucket in snapshot.plan.buckets]
         due = [each for each, (begin, end) in zip(messages, spans, strict=True) if begin < end]
         sizes = [[message.num_bytes for message in each] for each in due]
@@ -398,6 +397,5 @@ class Receiver:
 
 
 def _parts(num_bytes: int, plan: CollectivePlan) -> list[tuple[int, int]]:
-    """(begin, end) of what is broadcast at once of a sender's delta."""
     size = plan.bucket_bytes
     return [(begin, min(begin + size, num_bytes)) for begin in range(0, num_bytes, size)]

@@ -266,7 +266,6 @@ class _Keeper:
             time.sleep(0.02)
 
     def outlive(self, owner: object, group: object) -> weakref.finalize[..., object]:
-        """Holds `group` until KEEP_S after `owner` is collected."""
         with self._starting:
             if self._thread is None:
                 self._thread = threading.Thread(target=_let_go, args=(self._kept,), name="group-keeper", daemon=True)

@@ -81,7 +81,6 @@ class PublishPlan:
         return tuple(found)
 
     def pieces(self, sender: int) -> Iterator[Piece]:
-        """All that a sender holds, in the order of its buffer."""
         for bucket in self.buckets:
             yield from bucket.pieces[sender]
 

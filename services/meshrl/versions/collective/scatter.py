@@ -141,12 +141,10 @@ class MessagePart:
     at: int
 
     def within(self, message: torch.Tensor) -> torch.Tensor:
-        """The part in a message."""
         num_bytes = self.move.values * self.dtype.itemsize
         return message[self.at : self.at + num_bytes].view(self.dtype).view(self.move.shape)
 
     def source(self, flat: torch.Tensor) -> torch.Tensor:
-        """The part in the sender's buffer."""
         piece = flat[self.piece.place].view(self.dtype)
         begin = self.move.from_offset - self.piece.start // self.dtype.itemsize
         return piece.as_strided(self.move.shape, self.move.from_stride, piece.storage_offset() + begin)
@@ -154,8 +152,6 @@ class MessagePart:
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """All that one sender sends one receiver of a bucket."""
-
     parts: tuple[MessagePart, ...]
     num_bytes: int
 

@@ -76,7 +76,6 @@ class BaseRows:
         return stream_bytes(self.pieces) if has_base else whole, changed
 
     def keep(self, snapshot: Snapshot, version: int) -> None:
-        """Makes the version encoded last, which was published, the base."""
         self.pieces = []
         self._version, self._base_lanes = version, self.lanes
         former, flat = self._base, snapshot.flat

@@ -150,7 +150,6 @@ def pack(found: Changes, *, sparse: bool = True) -> Packed:
 
 
 def is_sparse(run: Stretch, changed: int) -> bool:
-    """Whether the gaps of a run go without their low bytes."""
     return run.values >= SPARSE * changed > 0
 
 

@@ -45,7 +45,6 @@ class Edit:
 
 
 def edits_of(found: Sequence[Changes], rows: Rows, old: Image, new: Image) -> list[Edit]:
-    """The edits of changes, with the bits from two states of `rows`."""
     place = dict(zip((run.start for run in rows.runs), rows.at, strict=True))
     edits = []
     for each in found:

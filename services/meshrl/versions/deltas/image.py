@@ -30,7 +30,6 @@ class WeightImage:
     """The byte stream of the version of `manifest`, whose tensors have `sum128` digests."""
 
     def __init__(self, manifest: Manifest, held: HostBytes, *, num_threads: int = 1) -> None:
-        """Takes over the verified bytes of a full version, in one part."""
         self.manifest, self.held = manifest, held
         self._bytes = held.parts[0][1]
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="weight-image")

@@ -19,7 +19,6 @@ class DeltaRule:
     """For one `VersionLine`; called in the order `base_of`, `pays`, `delivered` of each version."""
 
     def __init__(self, *, anchor_every: int) -> None:
-        """`anchor_every`: a version in full after so many deltas."""
         self._anchor_every = anchor_every
         self._base: Manifest | None = None  # of the version delivered last, as if it had left in full
         self._deltas = 0  # since the last version in full
@@ -40,7 +39,6 @@ class DeltaRule:
         return base
 
     def pays(self, version: int, *, delta_bytes: int, changed_bytes: int, num_bytes: int) -> bool:
-        """Whether a version of `num_bytes` leaves as a delta of `delta_bytes`; logs the reason."""
         share, changed = delta_bytes / max(1, num_bytes), changed_bytes / max(1, num_bytes)
         if share > PAYS_BELOW or self._deltas >= self._anchor_every:
             logger.info("version {} leaves in full: {:.1%} of its weights changed", version, changed)

@@ -41,7 +41,6 @@ def zigzag(steps: Words) -> Words:
 
 
 def unzigzag(codes: Words) -> Words:
-    """The steps, modulo 2^bits, of what `zigzag` made."""
     one = codes.dtype.type(1)
     return (codes >> one) ^ (~(codes & one) + one)
 

@@ -35,8 +35,6 @@ class VersionCall(PublishCall):
 
 
 class RankShare(Protocol):
-    """One rank's part in publishing versions."""
-
     @property
     def calls(self) -> Sequence[type[PublishCall]]: ...
 

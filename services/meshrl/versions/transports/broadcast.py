@@ -316,7 +316,6 @@ class BroadcastTransport:
         return parts_s
 
     async def close(self) -> None:
-        """Leaves the group."""
         if self._late is not None:
             self._late.cancel()
             await asyncio.wait({self._late})
@@ -360,7 +359,6 @@ class BroadcastTransport:
         return base
 
     async def _keep(self, rule: DeltaRule, manifest: Manifest, in_full: Manifest) -> None:
-        """Has the ranks keep a delivered version as the base of the next one."""
         try:
             await self._call(SetBase(version=in_full.version))
         except MeshError as error:

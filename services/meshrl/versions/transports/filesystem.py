@@ -52,8 +52,6 @@ class _Part:
 
 
 class VersionFiles:
-    """The files of a version that is being published."""
-
     def __init__(
         self,
         folder: Path,
@@ -132,7 +130,6 @@ class VersionFiles:
         return dict(zip(tensors, digests, strict=False)), dict(enumerate(digests[len(tensors) :], first))
 
     def listed(self, chunks: dict[int, bytes]) -> tuple[ChunkEntry, ...]:
-        """The manifest's chunks, from the digests of all shares."""
         return tuple(
             ChunkEntry(offset=offset, length=length, digest=chunks[index])
             for index, (offset, length) in enumerate(self._chunks)
@@ -230,12 +227,9 @@ class HashFiles(VersionCall):
 
 
 class FileShare(RowShare):
-    """One rank's share of the files."""
-
     calls = (*RowShare.calls, WriteFiles, HashFiles)
 
     def files(self, version: int, chunk_bytes: int) -> VersionFiles:
-        """The files of the version that this rank holds."""
         return VersionFiles(
             self.folder,
             version=version,
@@ -261,8 +255,6 @@ class FileShare(RowShare):
 
 
 class FilesystemTransport(RowTransport[FileShare]):
-    """Rank 0's side."""
-
     deltas_need = (capabilities.FILE_DELTAS,)
 
     def _full(self, version: int) -> tuple[Manifest, None]:

@@ -103,7 +103,6 @@ class RowShare(ABC):
         return self.base.free_buffer(self.held.drop())
 
     def carry_out(self, call: Any) -> Answer:
-        """Raises MeshError, OSError."""
         snapshot = self.held.get(call.version, deadline_s=self.deadline_s)
         with self._side.reading(snapshot):
             match call:
@@ -129,12 +128,10 @@ class RowShare(ABC):
         return self.folder / f"delta-{self.epoch}.{share}"
 
     def tensors_of(self, version: int) -> tuple[TensorEntry, ...]:
-        """The tensors of a version, without digests."""
         return self.held.get(version, deadline_s=self.deadline_s).tensors
 
 
 def encoded(base: BaseRows, snapshot: Snapshot, call: EncodeRows) -> Answer:
-    """Carries the call out and returns the answer."""
     size, changed = base.encode(snapshot, call.base, sparse=call.sparse)
     lanes = base.lanes.astype("<u8").tobytes().hex()
     return {"bytes": {"delta": str(size), "changed": str(changed)}, "digests": {"lanes": lanes}}

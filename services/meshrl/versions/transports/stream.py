@@ -27,8 +27,6 @@ class WriteRows(VersionCall):
 
 
 class StreamShare(RowShare):
-    """One rank's share of streamed versions."""
-
     calls = (*RowShare.calls, WriteRows)
 
     @property
@@ -55,8 +53,6 @@ class StreamShare(RowShare):
 
 
 class StreamTransport(RowTransport[StreamShare]):
-    """Rank 0's side."""
-
     def _full(self, version: int) -> tuple[Manifest, Bytes]:
         payload = self._share.on_host(version) if self._num_shares == 1 else self._written(version)
         if self._rule is None:

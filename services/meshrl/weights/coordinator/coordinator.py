@@ -40,8 +40,6 @@ MAX_RUNS = 64
 
 
 class Coordinator:
-    """The lines of all runs and their engines; for one event loop."""
-
     def __init__(self, limits: LineLimits, *, lease_s: float, max_chunk_bytes: int) -> None:
         self.lines: dict[str, RunLine] = {}  # by run
         self.pool = EnginePool(lease_s)
@@ -60,7 +58,6 @@ class Coordinator:
 
     @property
     def epochs(self) -> Mapping[str, int]:
-        """The newest epoch of each run, by run."""
         return {line.run_id: line.epoch for line in self.lines.values() if line.epoch}
 
     @property
@@ -99,7 +96,6 @@ class Coordinator:
         return [(r.revision, r.info(offset_s)) for r in sorted(changed, key=lambda r: r.revision)]
 
     def engines(self, engine_pool: str, now_s: float) -> tuple[EngineInfo, ...]:
-        """The engines of a pool (empty: all)."""
         return tuple(self._info(engine, now_s) for engine in self.pool.of_pool(engine_pool))
 
     def _info(self, engine: EngineRecord, now_s: float) -> EngineInfo:
@@ -241,7 +237,6 @@ class Coordinator:
         return [*self._retire_closed(engine), *self._next_actions(now_s)]
 
     def disconnect(self, lease_id: str) -> None:
-        """The session broke off; its lease goes on."""
         engine = self.pool.by_lease(lease_id)
         if engine is not None:
             engine.connected = False

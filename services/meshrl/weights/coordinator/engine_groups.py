@@ -109,7 +109,6 @@ class EngineGroups:
         )
 
     def unreachable(self, engines: Collection[EngineRecord], record: VersionRecord) -> dict[str, str]:
-        """Engines that cannot get a version now, and why."""
         reasons = {engine.engine_id: self.why_unreachable(engine, record) for engine in engines}
         return {engine_id: reason for engine_id, reason in reasons.items() if reason is not None}
 

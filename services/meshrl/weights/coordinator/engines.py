@@ -44,7 +44,6 @@ class EnginePool:
         return engine
 
     def expire(self, now_s: float) -> list[Action]:
-        """Drops engines that were silent for a lease."""
         gone = [engine for engine in self.engines.values() if not self.live(engine, now_s)]
         for engine in gone:
             engine.connected = False
@@ -55,7 +54,6 @@ class EnginePool:
         return now_s - engine.seen_s <= self.lease_s
 
     def of_pool(self, engine_pool: str) -> tuple[EngineRecord, ...]:
-        """The engines of a pool. Empty is all of them."""
         return tuple(e for e in self.engines.values() if not engine_pool or e.registration.engine_pool == engine_pool)
 
 

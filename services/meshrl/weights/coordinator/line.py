@@ -89,7 +89,6 @@ class LineLog:
         decision: Key | None = None,
         committed: Activation | None = None,
     ) -> Save:
-        """The hub's own row and those of what changed."""
         # A decision gets its revision once it is durable; its row, and rows that are written until then, count it.
         revision = self.revision + self.deciding
         versions: dict[Key, JsonObject | None] = dict.fromkeys(forgotten)
@@ -120,7 +119,6 @@ class RunLine:
 
     @property
     def engines(self) -> list[EngineLine]:
-        """Those with a lease."""
         return [engine.on(self.run_id) for engine in self._pool.engines.values()]
 
     @property
@@ -147,7 +145,6 @@ class RunLine:
         return self.records[max(keys)]
 
     def routable(self, engine: EngineRecord) -> bool:
-        """Whether a live engine may be sent requests of this run."""
         line = engine.on(self.run_id)
         vouched = (r for r in self.records.values() if r.state in DECIDED or r.state is VersionState.RETIRED)
         return not line.ejected and line.state in SERVING and any(line.serves(record) for record in vouched)
@@ -294,7 +291,6 @@ class RunLine:
         return record, self.next_actions(now_s)
 
     def decided(self, key: Key, now_s: float) -> list[Action]:
-        """The decision for `key` is durable."""
         record = self.records[key]
         record.deciding = False
         self._log.deciding -= 1
@@ -323,7 +319,6 @@ class RunLine:
         return [self._log.save(forgotten=tuple(self.records)), *actions]
 
     def expect_commit(self, record: VersionRecord, now_s: float) -> None:
-        """Starts the engines' deadline for a commit."""
         record.decided_s = now_s
         record.commit_deadline_s = now_s + self._limits.commit_deadline_s
 
@@ -367,7 +362,6 @@ class RunLine:
             engine.retry_s = now_s + engine.backoff.next_s()
 
     def note_served(self, engine: EngineLine, applied: ApplyReport | None, now_s: float) -> list[Action]:
-        """Takes the version that an engine reports to serve."""
         self._note_served(engine, applied)
         return self.next_actions(now_s, engine)
 
@@ -617,7 +611,6 @@ class RunLine:
 
 
 def is_ready(engine: EngineLine, record: VersionRecord) -> bool:
-    """Whether an engine has prepared a version, or serves it."""
     return engine.prepared == record.artifact_id or (engine.serves(record) and engine.state is AgentState.READY)
 
 

@@ -67,8 +67,6 @@ class Attempt:
 
 @dataclass(kw_only=True)
 class VersionRecord:
-    """One version at the hub."""
-
     key: Key
     artifact_id: str
     transport: Transport
@@ -178,8 +176,6 @@ class EngineLine:
 
 @dataclass(kw_only=True, eq=False)
 class EngineRecord:
-    """One engine with a lease."""
-
     registration: AgentRegistration
     lease_id: str
     seen_s: float
@@ -232,7 +228,6 @@ class VersionRecords(Mapping[Key, VersionRecord]):
 
     @property
     def live(self) -> Collection[VersionRecord]:
-        """Those neither retired nor aborted."""
         return self._live.values()
 
     def add(self, record: VersionRecord) -> None:
