@@ -174,7 +174,7 @@ async def test_the_start_looks_for_a_first_engine_several_times_a_second(hub: st
             return await super().list_engines(engine_pool)
 
     async with Watched(hub) as client:
-        assert await first_engines(client, deadline_s=3.0) == ()
+        assert await first_engines(client, deadline_s=1.5) == ()
     assert min(after - before for before, after in pairwise(looks)) < 0.5
 
 

@@ -6,8 +6,6 @@ import subprocess
 import sys
 import time
 
-import pytest
-
 
 def test_program_that_ends_while_it_meets_ends_in_order() -> None:
     script = """
@@ -25,21 +23,15 @@ time.sleep(0.5)
     assert time.monotonic() - began_s > 2.0  # it waited for the meeting's own deadline
 
 
-@pytest.mark.parametrize(
-    "waits",
-    [
-        'reach_store("127.0.0.1:9", deadline_s=600.0)',  # where nobody listens
-        'Communicator(open_store("127.0.0.1", deadline_s=9.0), generation=1, sender=0, rank=0, size=2, backend="gloo", '
-        'device=torch.device("cpu"), deadline_s=600.0)',  # whose other rank never comes
-    ],
-    ids=["reach", "meet"],
-)
-def test_program_that_ends_while_it_looks_for_others_ends_at_once(waits: str) -> None:
-    script = f"""
+def test_program_that_ends_while_it_looks_for_others_ends_at_once() -> None:
+    script = """
 import threading, time, torch
 from meshrl.versions.collective.communicator import Communicator, open_store, reach_store
-for _ in range(4):
-    threading.Thread(target=lambda: {waits}, daemon=True).start()
+how = dict(generation=1, sender=0, rank=0, size=2, backend="gloo", device=torch.device("cpu"), deadline_s=600.0)
+reach = lambda: reach_store("127.0.0.1:9", deadline_s=600.0)  # where nobody listens
+meet = lambda: Communicator(open_store("127.0.0.1", deadline_s=9.0), **how)  # whose other rank never comes
+for waits in (reach, meet) * 4:
+    threading.Thread(target=waits, daemon=True).start()
 time.sleep(0.5)
 """
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100.0)

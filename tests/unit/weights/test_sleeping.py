@@ -86,10 +86,3 @@ def test_engine_whose_session_ends_is_waited_for_no_longer(rules: Coordinator, e
     else:
         rules.register(replace(REGISTRATION, engine_id="a"), "lease-a2", 1.0)
     assert (asked.over, asked.asleep, asked.awake) == (True, 0, 1)
-
-
-def test_sleeping_engine_is_listed_as_such(rules: Coordinator) -> None:
-    come(rules, "a")
-    say(rules, "a", sleeping=True, answered=None)
-    (info,) = rules.engines("", 1.0)
-    assert (info.sleeping, info.can_sleep) == (True, True)
