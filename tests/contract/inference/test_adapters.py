@@ -22,7 +22,7 @@ from plain_model import ALPHA, RANK, TARGETS, adapted_model, logits_of, plain_st
 
 PROMPTS = ([1, 2, 3], [1 + index % 63 for index in range(400)])
 LENGTH = 800
-LORA = {"vllm": {"vllm": {"enable_lora": True, "max_lora_rank": 8, "max_loras": 8}}}
+LORA = {"vllm": {"vllm": {"enable_lora": True, "max_lora_rank": 8, "max_loras": 8, "tensor_parallel_size": 2}}}
 
 
 @pytest.fixture(scope="module")
