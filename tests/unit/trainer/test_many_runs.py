@@ -41,20 +41,12 @@ def alone(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tor
 # --- bits -----------------------------------------------------------------------------------------------
 
 
-async def test_each_of_eight_runs_becomes_what_it_becomes_alone(
+async def test_each_of_eight_runs_becomes_what_it_becomes_alone_though_one_is_deleted_and_comes_again(
     model: str, tmp_path: Path, alone: dict[str, torch.Tensor]
 ) -> None:
-    found = await trained(load(model), tmp_path, sorted(RUNS, reverse=True), STEPS)
-    assert len({tensor.sum().item() for tensor in found.values()}) == len(RUNS)
-    for name, weights in alone.items():
-        assert torch.equal(found[name], weights), name
-
-
-async def test_a_run_that_is_deleted_leaves_the_others_as_they_are(
-    model: str, tmp_path: Path, alone: dict[str, torch.Tensor]
-) -> None:
+    assert len({weights.sum().item() for weights in alone.values()}) == len(RUNS)
     async with many_runs(load(model), tmp_path) as mesh:
-        for name in RUNS:
+        for name in sorted(RUNS, reverse=True):  # in another order than below
             await mesh.create(name)
 
         async def delete() -> None:
