@@ -181,6 +181,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
 
     def _checkpoints_of(self, run: TrainingQueue) -> CheckpointList:
         book = run.book
+        assert book.checkpoints is not None, "a run that is served has a folder"
         return self._checkpoints.setdefault(book.run_id, CheckpointList(book.run_id, book.checkpoints))
 
     async def ListCheckpoints(  # noqa: N802 - gRPC's name

@@ -11,9 +11,10 @@ from meshrl.wire.types import CheckpointState
 
 
 def on_disk(root: Path, step: int) -> Path:
-    folder = root / f"step_{step}"
-    (folder / "trainer").mkdir(parents=True)
-    (folder / "trainer" / "shard").write_bytes(bytes(10 * step))
+    """What a save leaves and returns."""
+    folder = root / f"step_{step}" / "trainer"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "shard").write_bytes(bytes(10 * step))
     return folder
 
 
@@ -39,6 +40,19 @@ async def test_a_save_is_listed_from_its_beginning_to_its_end_and_once(tmp_path:
     assert newest.create_time == asked.create_time
     assert (older.step, older.name, older.num_bytes) == (2, "", 20)
     assert checkpoints.asked("id", name="best", step=9, weights_only=False) == done
+
+
+async def test_each_request_for_a_step_stays_listed(tmp_path: Path) -> None:
+    """A client that lists page by page goes on from any of them."""
+    checkpoints = CheckpointList("main", tmp_path)
+
+    async def save() -> tuple[int, Path]:
+        return 1, on_disk(tmp_path, 1)
+
+    for request_id in ("first", "second"):
+        checkpoints.asked(request_id, name=request_id, step=1, weights_only=False)
+        await checkpoints.follow(request_id, save)
+    assert [(one.request_id, one.num_bytes) for one in checkpoints.listed()] == [("second", 10), ("first", 10)]
 
 
 async def test_a_save_that_failed_is_listed_with_its_reason_and_may_be_asked_for_again(tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ PART = "trainer"  # folder of a checkpoint that the trainer resumes from
 
 
 class CheckpointList:
-    """`folder` holds the checkpoints that the run may resume from; None: only requested ones are known."""
+    """`folder` holds the checkpoints that the run may resume from."""
 
-    def __init__(self, run_id: str, folder: Path | None) -> None:
+    def __init__(self, run_id: str, folder: Path) -> None:
         self._run_id, self._folder = run_id, folder
         self._asked: OrderedDict[str, Checkpoint] = OrderedDict()  # by request id
 
@@ -64,20 +64,20 @@ class CheckpointList:
 
     def listed(self) -> list[Checkpoint]:
         """Newest step first. Reads the disk."""
-        asked = {checkpoint.path: checkpoint for checkpoint in self._asked.values() if checkpoint.path}
-        found = [checkpoint for checkpoint in self._asked.values() if not checkpoint.path]
+        asked = self._asked.values()
+        found = [checkpoint for checkpoint in asked if not checkpoint.path]
         saving_since = min((_begun(one) for one in found if one.state is CheckpointState.SAVING), default=float("inf"))
-        for step in [] if self._folder is None else steps_in(self._folder, PART):
-            folder = step_folder(self._folder or Path(), step)
-            known = asked.pop(str(folder), None)
+        for step in steps_in(self._folder, PART):
+            folder = step_folder(self._folder, step)
+            known = [one for one in asked if one.path == str(folder / PART)]  # of each request that came at this step
             with suppress(FileNotFoundError):  # it is deleted at this moment
-                if known is None and (folder / PART).stat().st_mtime >= saving_since - COARSE_S:
+                if not known and (folder / PART).stat().st_mtime >= saving_since - COARSE_S:
                     continue  # its request, which is listed, has yet to learn of it
                 made_by_itself = Checkpoint(
                     run_id=self._run_id, step=step, state=CheckpointState.DURABLE, path=str(folder)
                 )
-                found.append(_on_disk(known or made_by_itself, folder))
-        found += (checkpoint for checkpoint in asked.values() if Path(checkpoint.path).exists())
+                found += [_on_disk(one, folder) for one in known or [made_by_itself]]
+        found += (one for one in asked if one.weights_only and one.path and Path(one.path).exists())
         return sorted(found, key=lambda checkpoint: (checkpoint.step, _begun(checkpoint)), reverse=True)
 
 
