@@ -33,6 +33,14 @@ def test_the_cost_is_of_all_devices_for_the_time_of_the_steps(run_path: Path) ->
     )
 
 
+def test_a_step_that_was_done_again_is_one_step_and_costs_its_time_twice(run_path: Path) -> None:
+    with (run_path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 10, "time/step": 1.0, "progress/redone": 1.0}) + "\n")
+    outcome = RunFolder(run_path).outcome()
+    assert outcome is not None
+    assert (outcome.steps, outcome.seconds) == (10, 11.0)
+
+
 def test_a_price_of_the_configuration_is_taken_and_shared_devices_count_once(run_path: Path) -> None:
     (run_path / "configs/orchestrator.toml").write_text("[log]\ndevice_hour_price = 2.0\n")
     (run_path / "configs/inference.toml").write_text('tensor_parallel_size = "None"\nshare_gpu = true\n')

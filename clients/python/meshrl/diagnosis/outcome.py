@@ -62,7 +62,7 @@ def outcome_of(
     engines = columns.get("weights/engines")
     of_engines = int(max(engines.values)) * devices_per_engine if engines is not None else 0
     return RunOutcome(
-        steps=len(times.values),
+        steps=len(set(times.steps)),  # one that was done again is one step, and costs both times
         rollouts=int(last("progress/samples")),
         seconds=sum(times.values),
         devices=max(ranks, of_engines) if shared else ranks + of_engines,
