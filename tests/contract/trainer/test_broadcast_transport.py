@@ -128,13 +128,11 @@ async def test_versions_go_on_while_an_engine_stays_stuck(model: str, hub: str) 
         await training.publish(0)
         await activate(hub, 0, min_ready=1)
         assert training.is_served_by(good)
-        began_s = time.monotonic()
         for version in (1, 2):
-            report = await training.publish(version)
-            assert report.parts_s["wire"] < DEADLINE_S, version
+            await training.publish(version)
+            assert training.transport._took == {"good"}, version
             await activate(hub, version, min_ready=1)
             assert training.is_served_by(good)
-        assert time.monotonic() - began_s < 60.0
 
 
 async def test_engine_that_does_not_come_to_the_group_is_left_out(model: str, hub: str) -> None:
@@ -159,11 +157,11 @@ async def test_engine_killed_while_it_receives_does_not_stop_the_trainer(model: 
         publishing = asyncio.create_task(training.publish(0))
         await polling.until(lambda: dies.engine.is_receiving)
         await dies.kill()
-        await asyncio.wait_for(publishing, DEADLINE_S + 15.0)
-        await activate(hub, 0)
+        await asyncio.wait_for(publishing, 60.0)
+        await activate(hub, 0, min_ready=1)
         assert training.is_served_by(good)
         await training.publish(1)
-        await activate(hub, 1)
+        await activate(hub, 1, min_ready=1)
         assert training.is_served_by(good)
 
 
