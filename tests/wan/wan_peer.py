@@ -121,15 +121,15 @@ async def fetch(address: str, connections: int, relays: list[str]) -> None:
             say(ready=True)
             async for _ in lines():
                 held = VersionBytes(manifest, memory=np.empty(manifest.payload_bytes, dtype=np.uint8))
-                began_s, again = time.monotonic(), downloader.sent_again_bytes
+                began_s = time.monotonic()
                 fetching = asyncio.create_task(downloader.pull(held, artifact_id))
                 while not fetching.done():
                     await asyncio.wait({fetching}, timeout=0.05)
                     say(chunks_left=len(held.missing))
-                await fetching
+                came = await fetching
                 say(
                     seconds=time.monotonic() - began_s, num_bytes=manifest.payload_bytes,
-                    again=downloader.sent_again_bytes - again, connections=downloader.count.count,
+                    again=came - manifest.payload_bytes, connections=downloader.count.count,
                 )  # fmt: skip
         finally:
             await downloader.close()

@@ -57,7 +57,6 @@ class Downloader:
         self.count = ConnectionCount()
         self.rate_limit = RateLimit(limits.mbps * 125_000)
         self.taken_bytes = 0
-        self.sent_again_bytes = 0
         self._renewing: asyncio.Task[None] | None = None
 
     async def pull(
@@ -238,7 +237,6 @@ class _Download:
         self._flows.set()
         self._downloader.taken_bytes += taken
         self._repeated_bytes += length - taken
-        self._downloader.sent_again_bytes += length - taken
         if data is not None:
             self._held.put(start, data[:taken])
         try:

@@ -1,7 +1,7 @@
 """Uploads the chunks of a version to the hub and resumes a broken upload; `downloads` is the other direction.
 
-Used by the trainer's publisher. Chunks that the hub lists as missing go to a far hub over several connections. An
-upload has no deadline: it ends when no call made progress for a while. Every chunk has a CRC32C of its own.
+A far hub is sent the missing chunks over several connections. An upload has no deadline: it ends when no call made
+progress for a while. Every chunk has a CRC32C of its own.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ def describe(manifest: Manifest, artifact: str) -> None:
 def record_sync(tracer: trace.Tracer, answer: Activation, wall_s: float) -> None:
     """Writes the spans of a commit that ended at `wall_s`, linked to the train span that made the version.
 
-    Engines report durations only, so a prepare is drawn from the seal on, and a pause up to the end. A prepare that
-    does not fit between them began with an upload before the seal, and is drawn up to the pause.
+    Engines report durations only, so a prepare is drawn from the seal on, or up to the pause where it began before the
+    seal, and a pause up to the end.
     """
     sealed_s = wall_s - answer.lag_s
     link = link_from(answer.version.traceparent)

@@ -1,8 +1,8 @@
 """Judges probes: whether an engine computes with the weights of the version that it has just applied. No I/O.
 
-Digests show that bytes are right, not that every kernel, index and packed copy of the engine follows them. A manifest
-has the trainer's logprobs of a fixed prompt, from which the engine's must not be far. The usual distance depends on
-types, kernels, quantisation and routers, so the rule learns it from the first versions.
+Digests show that bytes are right, not that every kernel, index and packed copy follows them. A manifest has the
+trainer's logprobs of a fixed prompt, from which the engine's must not be far. The usual distance depends on types,
+kernels, quantisation and routers, so it is learned from the first versions.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A receiver checks a version and passes on whole tensors. In a scattered group (see `scatter`) it gets no more than the
 parts that it holds, and the ranks of an engine check them together. Of a delta each sender broadcasts that of its own
-rows, and a receiver joins them. Used by the broadcast transport, `BroadcastReceiver` and vLLM's workers.
+rows, and a receiver joins them.
 """
 
 from __future__ import annotations

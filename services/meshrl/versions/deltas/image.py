@@ -1,9 +1,9 @@
 """A full copy of the weights in host memory, from which an agent stages versions that come as deltas.
 
 A delta is written into the image only after its result was found to have the root of the manifest, which follows from
-the changed words alone. Between two deltas each tensor is guarded by a BLAKE3 hash, so that a bit that flips in memory
-never reaches the engine. The hashes are computed on a thread of their own while the version is staged, and checked
-while the next delta is decoded. Blocking, for any thread; calls are carried out one after the other.
+the changed words alone. Between two deltas each tensor is guarded by a BLAKE3 hash, which is computed while the version
+is staged and checked while the next delta is decoded: a bit that flips in memory never reaches the engine. Blocking,
+for any thread; calls are carried out one after the other.
 """
 
 from __future__ import annotations

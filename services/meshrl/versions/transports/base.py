@@ -1,8 +1,7 @@
 """The interfaces of transports, and of the ranks' shares in them.
 
 Rank 0's publisher prepares a version with its transport, stages and seals it at the hub, and has the transport deliver
-it. Where the ranks share that work, the transport makes a `PublishCall` to all of them, and each rank's `RankShare`
-does its part on a thread beside training.
+it. Ranks that share the work get a `PublishCall`, which their `RankShare` carries out on a thread beside training.
 """
 
 from __future__ import annotations

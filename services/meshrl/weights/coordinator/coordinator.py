@@ -1,8 +1,7 @@
 """Decides which versions engines prepare and serve: events and the time in, actions out, no I/O inside.
 
 Each run has a line of versions (`line`); the lines share the engines and one log. An engine has one version of the base
-model and any number of adapters for it, so a hub has the line of one run that trains the base model, or lines of
-adapters.
+model and any number of adapters, so a hub has the line of one run that trains the base model, or lines of adapters.
 """
 
 from __future__ import annotations

@@ -15,26 +15,23 @@ class EnginePool:
     def __init__(self, lease_s: float) -> None:
         self.lease_s = lease_s
         self.engines: dict[str, EngineRecord] = {}
-        self._by_lease: dict[str, EngineRecord] = {}
 
     def register(self, registration: AgentRegistration, lease_id: str, now_s: float) -> list[Action]:
         """Gives an engine a lease; its earlier one ends."""
         before = self.engines.get(registration.engine_id)
         if before is not None:
             before.connected = False  # a round of sleep waits for no answer on that session
-            del self._by_lease[before.lease_id]
-        engine = EngineRecord(
+        self.engines[registration.engine_id] = EngineRecord(
             registration=registration,
             lease_id=lease_id,
             seen_s=now_s,
             # Until it reports, it is taken to be where it was: commits wait for it.
             group_generation=None if before is None else before.group_generation,
         )
-        self.engines[engine.engine_id] = self._by_lease[lease_id] = engine
         return [] if before is None else [EndSession(lease_id=before.lease_id)]
 
     def by_lease(self, lease_id: str) -> EngineRecord | None:
-        return self._by_lease.get(lease_id)
+        return next((engine for engine in self.engines.values() if engine.lease_id == lease_id), None)
 
     def leased(self, lease_id: str) -> EngineRecord:
         """The engine of a lease. Raises MeshError LEASE_EXPIRED."""
@@ -47,7 +44,7 @@ class EnginePool:
         gone = [engine for engine in self.engines.values() if not self.live(engine, now_s)]
         for engine in gone:
             engine.connected = False
-            del self.engines[engine.engine_id], self._by_lease[engine.lease_id]
+            del self.engines[engine.engine_id]
         return [EndSession(lease_id=engine.lease_id) for engine in gone]
 
     def live(self, engine: EngineRecord, now_s: float) -> bool:
