@@ -135,7 +135,13 @@ class RolloutPool:
             for task in meeting:
                 task.cancel()
         if missing := self.not_dialled_in(wanted):
-            raise RunError(self._nobody_dialled_in(missing, startup_s))
+            assert self._dial_in is not None
+            came = "; ".join(f"{host.address} hosts {', '.join(host.environments)}" for host in self.table.hosts)
+            raise RunError(
+                f"{' and '.join(missing)} did not dial in at {self._dial_in[0]} within {startup_s:g} s (there is:"
+                f" {came or 'nobody'}); start `rollout --exchange.address HOST:PORT` there, or raise"
+                " deadlines.startup_s"
+            )
         absent = [host for host in self.table.hosts if host.state is not HostState.SERVING]
         if absent and (len(absent) == len(self.table.hosts) or not self.environments().keys() >= set(wanted)):
             error = MeshError(Reason.UNREACHABLE, absent[0].why)
@@ -159,14 +165,6 @@ class RolloutPool:
         workers = [f"worker {name!r}" for name in self._dial_in[1] if f"exchange/{name}" not in there]
         hosted = self.environments().keys()
         return workers + [f"somebody who hosts {name!r}" for name in sorted(set(wanted) - hosted)]
-
-    def _nobody_dialled_in(self, missing: Sequence[str], startup_s: float) -> str:
-        assert self._dial_in is not None
-        came = "; ".join(f"{host.address} hosts {', '.join(host.environments)}" for host in self.table.hosts)
-        return (
-            f"{' and '.join(missing)} did not dial in at {self._dial_in[0]} within {startup_s:g} s (there is:"
-            f" {came or 'nobody'}); start `rollout --exchange.address HOST:PORT` there, or raise deadlines.startup_s"
-        )
 
     def join(self, client: RolloutServiceClient, *, patience_s: float, is_new_process: bool) -> None:
         """A worker has dialled in, perhaps again; it is watched until the pool is closed. `patience_s`: how long a run

@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 
 from loguru import logger
 
@@ -187,18 +188,16 @@ class RolloutSampler:
     ) -> RolloutGroup:
         """Samples a group for its scores alone; what is lost is sampled again, up to `attempts` in all. The group holds
         what came back, and what failed last. Raises RunError as `sample`."""
-        whole = await self.sample(
-            ticket, sampling=sampling, scores_only=True, traceparent=traceparent, conversations=conversations
+        sample = partial(
+            self.sample, sampling=sampling, scores_only=True, traceparent=traceparent, conversations=conversations
         )
+        whole = await sample(ticket)
         for attempt in range(1, attempts):
             missing = whole.lost + whole.cancelled + sum(failure.retryable for failure in whole.failures)
             if not missing:
                 break
             more = ticket.for_missing(missing, reseeds=attempt if whole.rollouts else 0)
-            more = replace(more, group_id=f"eval-{uuid.uuid4()}")
-            again = await self.sample(
-                more, sampling=sampling, scores_only=True, traceparent=traceparent, conversations=conversations
-            )
+            again = await sample(replace(more, group_id=f"eval-{uuid.uuid4()}"))
             whole.rollouts += again.rollouts
             whole.failures = [one for one in whole.failures if not one.retryable] + again.failures
             whole.cancelled, whole.cut_short = again.cancelled, again.cut_short
