@@ -23,14 +23,14 @@ def mean_baseline_advantages(rewards_G: Sequence[float], lengths_G: Sequence[int
     """A_i = R_i - sum_j R_j / G: the baseline of GRPO without its division, which would weigh those tasks most that are
     almost always or almost never solved (Dr. GRPO, arXiv 2503.20783)."""
     rewards = _checked(rewards_G, lengths_G)
-    return _relative_to(rewards, np.full_like(rewards, rewards.mean()))
+    return _relative_to(rewards, rewards.mean())
 
 
 def grpo_advantages(rewards_G: Sequence[float], lengths_G: Sequence[int]) -> NDArray[np.float32]:
     """A_i = (R_i - mean) / (std + 1e-6) with mean and std of the group (GRPO, arXiv 2402.03300, outcome supervision).
     std is the population's: sqrt(sum_j (R_j - mean)^2 / G)."""
     rewards = _checked(rewards_G, lengths_G)
-    centred = _relative_to(rewards, np.full_like(rewards, rewards.mean()))
+    centred = _relative_to(rewards, rewards.mean())
     return (centred / np.float32(rewards.std() + 1e-6)).astype(np.float32)
 
 
@@ -48,7 +48,7 @@ def opo_advantages(rewards_G: Sequence[float], lengths_G: Sequence[int]) -> NDAr
     gradients of different tokens are about orthogonal and alike in norm."""
     rewards = _checked(rewards_G, lengths_G)
     weights = np.asarray(lengths_G, dtype=np.float64)
-    return _relative_to(rewards, np.full_like(rewards, (weights * rewards).sum() / weights.sum()))
+    return _relative_to(rewards, (weights * rewards).sum() / weights.sum())
 
 
 ADVANTAGES: Mapping[str, Advantage] = {
@@ -113,7 +113,7 @@ def _checked(rewards_G: Sequence[float], lengths_G: Sequence[int]) -> NDArray[np
     return rewards
 
 
-def _relative_to(rewards: NDArray[np.float64], baseline: NDArray[np.float64]) -> NDArray[np.float32]:
+def _relative_to(rewards: NDArray[np.float64], baseline: NDArray[np.float64] | np.floating) -> NDArray[np.float32]:
     if np.ptp(rewards) == 0.0:  # the mean of equal floats can be off by a rounding
         return np.zeros(rewards.shape, dtype=np.float32)
     return (rewards - baseline).astype(np.float32)

@@ -34,10 +34,10 @@ def divide(lengths: Sequence[int], costs: Sequence[float], *, seq_len: int, dp_s
     is taken: first-fit decreasing, each sample (longest first) to the row that costs least, and the latter with the
     rows beside a very long sample filled up first.
     """
-    rows = _split_for_ranks(_first_fit_decreasing(lengths, seq_len), dp_size)
+    longest_first = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    rows = _split_for_ranks(_first_fit(longest_first, lengths, seq_len), dp_size)
     if dp_size == 1:
         return sorted(rows, key=lambda row: (-sum(lengths[index] for index in row), row))
-    longest_first = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     candidates = [
         rows,
         _least_cost_first(longest_first, lengths, costs, len(rows), seq_len),
@@ -57,10 +57,10 @@ def waiting_cost(rows: Sequence[Sequence[int]], costs: Sequence[float], dp_size:
     return sum(max(totals[start : start + dp_size]) for start in range(0, len(totals), dp_size))
 
 
-def _first_fit_decreasing(lengths: Sequence[int], seq_len: int) -> Rows:
+def _first_fit(longest_first: Sequence[int], lengths: Sequence[int], seq_len: int) -> Rows:
     rows: Rows = []
     room: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
+    for index in longest_first:
         row = next((row for row, free in enumerate(room) if lengths[index] <= free), len(rows))
         if row == len(rows):
             rows.append([])

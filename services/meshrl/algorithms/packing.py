@@ -58,16 +58,17 @@ class TrainSample:
         return replace(self, **{name: array[start:stop] for name, array in arrays.items() if array is not None})
 
 
-_WEIGHTS = {"rl_weights": 1.0, "ce_weights": 0.0, "ref_kl_weights": 0.0, "ref_logprobs": 0.0}
-"""Of a sample without weights in a row that has them."""
-
-_CANDIDATES: Mapping[str, tuple[float, type[np.generic]]] = {
+_FILL: Mapping[str, tuple[float, type[np.generic]]] = {
+    "rl_weights": (1.0, np.float32),
+    "ce_weights": (0.0, np.float32),
+    "ref_kl_weights": (0.0, np.float32),
+    "ref_logprobs": (0.0, np.float32),
     "ref_top_ids": (-1, np.int32),
     "ref_top_logprobs": (0.0, np.float32),
 }
-"""The same for candidates, and their types; a sample may also have fewer."""
+"""Of a sample without the array in a row that has it, or with fewer candidates, and the row's type."""
 
-_ARRAYS = (*_WEIGHTS, *_CANDIDATES, "routed_experts")
+_ARRAYS = (*_FILL, "routed_experts")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -191,9 +192,7 @@ def _micro_batch(kept: Sequence[TrainSample], row: Sequence[Bundle], dp_rank: in
         traceparents=tuple(dict.fromkeys(sample.traceparent for sample in samples if sample.traceparent)),
         prefix_tokens=np.array(prefixes, dtype=np.int32) if any(prefixes) else None,
         prefix_samples=np.array(roots, dtype=np.int32) if any(prefixes) else None,
-        **{name: _weights(samples, name) for name in _WEIGHTS},
-        ref_top_ids=_candidates(samples, "ref_top_ids"),
-        ref_top_logprobs=_candidates(samples, "ref_top_logprobs"),
+        **{name: _column(samples, name) for name in _FILL},
         routed_experts=joined((len(sample.token_ids), sample.routed_experts) for sample in samples),
     )
 
@@ -206,30 +205,20 @@ def _has_logprobs(sample: TrainSample) -> NDArray[np.bool_]:
     return known
 
 
-def _weights(samples: Sequence[TrainSample], name: str) -> NDArray[np.float32] | None:
-    arrays = [getattr(sample, name) for sample in samples]
-    if all(array is None for array in arrays):
-        return None
-    filled: list[NDArray[np.float32]] = [
-        np.full(len(sample.token_ids), _WEIGHTS[name], dtype=np.float32) if array is None else array
-        for sample, array in zip(samples, arrays, strict=True)
-    ]
-    return np.concatenate(filled).astype(np.float32, copy=False)
-
-
-def _candidates(samples: Sequence[TrainSample], name: str) -> Array | None:
-    """(T, K), as wide as the sample with most candidates."""
+def _column(samples: Sequence[TrainSample], name: str) -> Array | None:
+    """(T,) or (T, K) of a row, as wide as the sample with most candidates."""
     arrays: list[Array | None] = [getattr(sample, name) for sample in samples]
-    width = max((array.shape[1] for array in arrays if array is not None), default=0)
-    if width == 0:
+    widths = [array.shape[1:] for array in arrays if array is not None]
+    widest = max(widths, default=(0,))
+    if 0 in widest:
         return None
-    fill, dtype = _CANDIDATES[name]
-    made = np.full((sum(len(sample.token_ids) for sample in samples), width), fill, dtype=dtype)
+    fill, dtype = _FILL[name]
+    made = np.full((sum(len(sample.token_ids) for sample in samples), *widest), fill, dtype=dtype)
     start = 0
     for sample, array in zip(samples, arrays, strict=True):
         end = start + len(sample.token_ids)
         if array is not None:
-            made[start:end, : array.shape[1]] = array
+            made[(slice(start, end), *map(slice, array.shape[1:]))] = array
         start = end
     return made
 
