@@ -64,21 +64,20 @@ def step_metrics(
     )
 
 
-def merged(own: Mapping[str, float], **others: Mapping[str, float]) -> Metrics:
-    """One record of the orchestrator's own metrics and of other sources'. A name of the orchestrator's is entered
-    behind the other source (`trainer/progress/tokens`), so that no total of the run is overwritten."""
+def merged(own: Mapping[str, float], trainer: Mapping[str, float]) -> Metrics:
+    """One record. A name of the orchestrator's is entered as the trainer's (`trainer/progress/tokens`), so that no
+    total of the run is overwritten."""
 
     def is_own(name: str) -> bool:
         metric = CATALOGUE.find(name)
         return metric is not None and Source.ORCHESTRATOR in metric.filled_by
 
     record = dict(own)
-    for source, values in others.items():
-        for name, value in values.items():
-            free = name
-            while free in record or is_own(free):
-                free = f"{source}/{free}"
-            record[free] = value
+    for name, value in trainer.items():
+        free = name
+        while free in record or is_own(free):
+            free = f"trainer/{free}"
+        record[free] = value
     return record
 
 
