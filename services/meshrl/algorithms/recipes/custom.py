@@ -12,12 +12,12 @@ from meshrl.algorithms.recipes.base import Recipe, SampleStreams, Streams
 from meshrl.wire.types import Rollout, Sample
 
 
-def load_recipe(import_path: str, kwargs: Mapping[str, object], *, key: str) -> Recipe:
-    """From `package.module.Class(**kwargs)`. Raises ValueError, which names `key`."""
-    made = load_function(import_path, kwargs, key=key, positional=())(**kwargs)
+def load_recipe(import_path: str, kwargs: Mapping[str, object]) -> Recipe:
+    """From `package.module.Class(**kwargs)`. Raises ValueError, which names the key."""
+    made = load_function(import_path, kwargs, key="orchestrator.algo", positional=())(**kwargs)
     if not isinstance(made, Recipe):
         raise ValueError(
-            f"{key}.import_path {import_path!r} makes a {type(made).__name__}; name a subclass of"
+            f"orchestrator.algo.import_path {import_path!r} makes a {type(made).__name__}; name a subclass of"
             " meshrl.algorithms.recipes.base.Recipe"
         )
     return made

@@ -48,7 +48,7 @@ def build_recipes(algos: Mapping[str, AlgoConfig], of_rewards: AdvantageConfig, 
 def _build_recipe(algo: AlgoConfig, of_rewards: AdvantageConfig, seq_len: int) -> Recipe:
     if algo.import_path is not None:
         try:
-            return load_recipe(algo.import_path, algo.kwargs, key="orchestrator.algo")
+            return load_recipe(algo.import_path, algo.kwargs)
         except (ValueError, TypeError) as error:
             raise RunError(str(error)) from error
     if algo.type == "max_rl":
