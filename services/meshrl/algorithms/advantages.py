@@ -60,7 +60,6 @@ ADVANTAGES: Mapping[str, Advantage] = {
 
 
 Penalty = Callable[[Sequence[int]], NDArray[np.float64]]
-"""From a group's sampled lengths to each reward's deduction."""
 
 
 def soft_overlong_penalty(

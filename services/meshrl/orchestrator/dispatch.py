@@ -42,8 +42,6 @@ REMEMBERED_GROUPS = 32
 
 
 class Dispatcher:
-    """Samples the groups of one run."""
-
     def __init__(
         self,
         run: Run,

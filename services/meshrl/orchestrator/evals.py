@@ -44,7 +44,6 @@ class Evaluator:
         tracer: Tracer,
     ) -> None:
         self.busy = False
-        """Whether an evaluation runs now."""
         self._run = run
         self._config = EvalConfig.model_construct() if config is None else config
         self._evaluated = run.journal.starting_point.evaluated

@@ -51,7 +51,6 @@ class StepFinisher:
         keep_records: bool = False,
     ) -> None:
         self.busy = False
-        """While a step is being ended."""
         self.records: list[record.Metrics] = []
         self._run = run
         self._uploader = uploader

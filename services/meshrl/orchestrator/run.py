@@ -148,7 +148,6 @@ class Run:
     # --- steps that the trainer has ---------------------------------------------------------------
 
     def add_step(self, submitted: SubmittedStep) -> None:
-        """Keeps a step in memory until it is done."""
         self._submitted[submitted.step] = submitted
 
     async def batch(self, step: int) -> Batch:

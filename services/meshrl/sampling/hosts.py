@@ -137,8 +137,6 @@ class GroupPlace:
 
 @dataclass(eq=False)
 class RolloutHost:
-    """One rollout service."""
-
     address: str
     environments: Mapping[str, EnvironmentInfo] = field(default_factory=dict)
     state: HostState = HostState.AWAY

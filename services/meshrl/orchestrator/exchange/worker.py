@@ -176,7 +176,7 @@ class DialedInWorker:
             self._stream = None
 
     def take_in(self, message: pb.AttachRequest, stream: WorkerStream) -> None:
-        """Takes a message of the worker. Raises INVALID_REQUEST if it breaks the contract."""
+        """Raises INVALID_REQUEST for a message that breaks the contract."""
         self._heard_s = time.monotonic()
         match message.WhichOneof("message"):
             case "heartbeat":

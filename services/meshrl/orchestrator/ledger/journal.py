@@ -98,7 +98,6 @@ class Journal:
         return self._ledger.is_open(rollout_id)
 
     def out(self) -> int:
-        """Rollouts that have not come back."""
         return self._ledger.out
 
     def close_group(self, group: RolloutGroup, *, cancelled_for: str) -> None:
@@ -171,7 +170,7 @@ class Journal:
         return step <= self._logged
 
     def logged(self, step: int, *, forgotten: bool = False) -> None:
-        """The step has its record; `forgotten` when the trainer restarted before it meanwhile."""
+        """`forgotten`: the trainer restarted before this step meanwhile."""
         self._logged = max(self._logged, step)
         if not forgotten:
             self._finished = step

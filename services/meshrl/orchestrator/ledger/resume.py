@@ -26,7 +26,7 @@ class ResumePlan:
     trained: tuple[int, ...] = ()
     """Steps that the trainer did unwatched."""
     again: tuple[int, ...] = ()
-    """Whose batches are submitted again."""
+    """Steps whose batches are submitted again."""
     released: tuple[int, ...] = ()
     """Steps beyond the trainer's whose rollouts are finished again, for want of a batch."""
     interrupted: tuple[str, ...] = ()

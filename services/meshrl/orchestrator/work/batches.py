@@ -29,8 +29,6 @@ AlgorithmState = Mapping[str, Mapping[str, float]]
 
 
 class Recipes:
-    """The algorithms of the training environments."""
-
     def __init__(self, by_environment: Mapping[str, Recipe]) -> None:
         self.by_environment = by_environment
 

@@ -195,7 +195,6 @@ class WorkPlan:
         return self.limits.last_step is not None and self.next_step > self.limits.last_step
 
     def room(self) -> int:
-        """Rollouts whose groups may be dispatched now."""
         newest = self.law.newest_admissible_step(self.active_version)
         if self.limits.last_step is not None:
             newest = min(newest, self.limits.last_step)
@@ -338,7 +337,6 @@ class WorkPlan:
 
 
 def screen_stale(rollouts: Sequence[Rollout], *, step: int, law: StalenessLaw, least: int) -> Screened:
-    """Drops what `step` may not train on any more."""
     kept: list[Rollout] = []
     stale: list[tuple[Rollout, DropReason]] = []
     for rollout in rollouts:
