@@ -22,6 +22,7 @@ from meshrl.orchestrator.loop import RunLoop
 from meshrl.orchestrator.peers.connect import connect, wait_for_services
 from meshrl.orchestrator.work.recipes import build_recipes
 from meshrl.v1 import rollout_pb2_grpc, trainer_pb2_grpc, weights_pb2_grpc
+from meshrl.wire.types import Batch
 from scripted_services import RolloutServicer, Script, TrainerServicer, WeightsServicer, make_journal
 
 Started = tuple[RunLoop, Journal]
@@ -94,6 +95,14 @@ async def serve(script: Script) -> AsyncIterator[RunningMesh]:
 @pytest.fixture
 def script() -> Script:
     return Script()
+
+
+@pytest.fixture
+def batches(script: Script) -> list[Batch]:
+    """What the trainer is given, in order."""
+    seen: list[Batch] = []
+    script.refuses = lambda batch: bool(seen.append(batch))
+    return seen
 
 
 @pytest.fixture

@@ -3,8 +3,9 @@
 import asyncio
 import uuid
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 import numpy as np
@@ -317,6 +318,18 @@ class WeightsServicer(weights_pb2_grpc.WeightSyncServicer):
         applied = ApplyReport(version=version, root=b"r", pause_s=0.001, prepare_s=0.002, requests_kept=0)
         report = EngineReport(engine_id="e0", applied=applied)
         return convert.to_proto(Activation(version=info, engines=(report,), commit_s=0.003, lag_s=0.004))
+
+
+def samples_of(batches: Iterable[Batch]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The environment and the arrays of each sample, None for one that its row lacks."""
+    names = ("loss_mask", "advantages", "inference_logprobs", "ce_weights", "ref_kl_weights", "ref_logprobs")
+    for batch in batches:
+        for row in batch.micro_batches:
+            arrays = {name: getattr(row, name) for name in (*names, "ref_top_ids", "ref_top_logprobs")}
+            for place, env in enumerate(row.env_index):
+                part = slice(row.sample_offsets[place], row.sample_offsets[place + 1])
+                own = {name: None if array is None else array[part].tolist() for name, array in arrays.items()}
+                yield batch.environments[env], own
 
 
 def make_journal(

@@ -7,7 +7,8 @@ import pytest
 
 from meshrl.orchestrator.config import TrainEnvConfig, TrainEnvsConfig
 from meshrl.sampling.retry import RunError
-from meshrl.wire.types import Batch, MessageSpan, Rollout, RolloutRequest
+from meshrl.wire.types import MessageSpan, Rollout, RolloutRequest
+from scripted_services import samples_of
 
 TOOL = (MessageSpan(start=0, end=1, role="user"), MessageSpan(start=1, end=2, role="tool"))
 
@@ -16,36 +17,6 @@ def environments(**algorithms: dict) -> TrainEnvsConfig:
     return TrainEnvsConfig(
         env=[TrainEnvConfig.model_validate({"id": name, "algo": algo}) for name, algo in algorithms.items()]
     )
-
-
-@pytest.fixture
-def batches(script) -> list[Batch]:
-    """What the trainer was given, in order."""
-    seen: list[Batch] = []
-
-    def look(batch: Batch) -> bool:
-        seen.append(batch)
-        return False
-
-    script.refuses = look
-    return seen
-
-
-def samples(batch: Batch) -> list[tuple[str, dict[str, list[float] | None]]]:
-    """Each sample's environment and tensors."""
-    names = ("loss_mask", "advantages", "inference_logprobs", "rl_weights", "ce_weights", "ref_kl_weights")
-    found = []
-    for row in batch.micro_batches:
-        for place, env in enumerate(row.env_index):
-            part = slice(row.sample_offsets[place], row.sample_offsets[place + 1])
-            tensors = {name: getattr(row, name) for name in names}
-            found.append(
-                (
-                    batch.environments[env],
-                    {name: None if all_ is None else all_[part].tolist() for name, all_ in tensors.items()},
-                )
-            )
-    return found
 
 
 async def test_environments_of_one_run_train_by_their_own_algorithm(mesh, script, batches, make_config, start) -> None:
@@ -66,7 +37,7 @@ async def test_environments_of_one_run_train_by_their_own_algorithm(mesh, script
     acted, nothing = [False, False, True, True, True], [False] * 5
     logprobs = [0, 0, -0.5, -0.5, -0.5]
     seen = {name: [] for name in script.environments}
-    for name, sample in (each for batch in batches for each in samples(batch)):
+    for name, sample in samples_of(batches):
         seen[name].append(sample["advantages"][-1])
         assert sample["ref_kl_weights"] is None
         if name == "mine":  # what got less than 1 trains nothing and is not in the batch
@@ -94,7 +65,7 @@ async def test_baselines_of_self_play_survive_the_orchestrator(mesh, script, bat
     async with start(make_config(mesh.services, train=train, max_steps=3)) as (loop, journal):
         assert journal.algorithms(2) == state
         await loop.train()
-    sample = next(tensors for _, tensors in samples(batches[-1]))
+    _, sample = next(samples_of(batches[-1:]))
     assert 0.0 < np.abs(sample["advantages"]).max() < 1.0  # against a baseline that had begun before this process
 
 

@@ -4,7 +4,6 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -25,8 +24,8 @@ from meshrl.orchestrator.work.recipes import build_recipes
 from meshrl.sampling.retry import RunError
 from meshrl.v1 import rollout_pb2_grpc
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.types import Batch, Rollout, RolloutRequest
-from scripted_services import RolloutServicer, Script
+from meshrl.wire.types import Rollout, RolloutRequest
+from scripted_services import RolloutServicer, Script, samples_of
 from tiny_qwen3 import tiny_qwen3
 
 TOKENS = list(range(5))  # of every scripted rollout, the last three sampled
@@ -64,12 +63,10 @@ def expected_logprobs(model: PreTrainedModel) -> tuple[list[float], torch.return
 
 
 async def test_a_teacher_and_rewards_train_environments_of_one_run(
-    mesh, script, make_config, start, model, teacher
+    mesh, script, batches, make_config, start, model, teacher
 ) -> None:
     url, asked = teacher
     script.environments = {"plain": 50, "taught": 50}
-    batches: list[Batch] = []
-    script.refuses = lambda batch: bool(batches.append(batch))
     taught = {"type": "opd", "weight": 2.0, "top_k": 3}
     train = TrainEnvsConfig(
         env=[TrainEnvConfig(id="plain"), TrainEnvConfig.model_validate({"id": "taught", "algo": taught})]
@@ -87,36 +84,29 @@ async def test_a_teacher_and_rewards_train_environments_of_one_run(
         await loop.train()
     assert ledger.balance().trained == 32
     seen = dict.fromkeys(script.environments, 0)
-    for row in (row for batch in batches for row in batch.micro_batches):
-        for place, env in enumerate(row.env_index):
-            part = slice(row.sample_offsets[place], row.sample_offsets[place + 1])
-            name = batches[0].environments[env]
-            seen[name] += 1
-            if name == "plain" and row.ref_kl_weights is None:
-                assert row.loss_mask[part].tolist() == [False, False, True, True, True]
-            elif name == "plain":
-                assert row.loss_mask[part].tolist() == [False, False, True, True, True]
-                assert not row.ref_kl_weights[part].any()
-            else:  # equal rewards, which rl would have dropped
-                assert not row.loss_mask[part].any()
-                assert row.ref_kl_weights[part].tolist() == [0, 0, 2, 2, 2]
-                said, likeliest = expected_logprobs(model)
-                assert row.ref_logprobs[part][2:].tolist() == pytest.approx(said, abs=1e-4)
-                assert row.ref_top_ids[part][2:].tolist() == likeliest.indices.tolist()
-                assert row.ref_top_logprobs[part][2:] == pytest.approx(likeliest.values.numpy(), abs=1e-4)
-            assert row.inference_logprobs[part].tolist() == [0, 0, -0.5, -0.5, -0.5]  # the ratio of either term
+    said, likeliest = expected_logprobs(model)
+    for name, sample in samples_of(batches):
+        seen[name] += 1
+        if name == "plain":
+            assert sample["loss_mask"] == [False, False, True, True, True]
+            assert not any(sample["ref_kl_weights"] or ())
+        else:  # equal rewards, which rl would have dropped
+            assert not any(sample["loss_mask"])
+            assert sample["ref_kl_weights"] == [0, 0, 2, 2, 2]
+            assert sample["ref_logprobs"][2:] == pytest.approx(said, abs=1e-4)
+            assert sample["ref_top_ids"][2:] == likeliest.indices.tolist()
+            assert np.array(sample["ref_top_logprobs"][2:]) == pytest.approx(likeliest.values.numpy(), abs=1e-4)
+        assert sample["inference_logprobs"] == [0, 0, -0.5, -0.5, -0.5]  # the ratio of either term
     assert seen == {"plain": 16, "taught": 16}
     scored = asked.count("/inference/v1/generate")
     assert 2 <= scored <= 17, "the same tokens are scored once, but for those that are asked for at the same moment"
 
 
 async def test_self_distillation_asks_its_own_teacher_what_it_says_after_the_best_attempt(
-    mesh, script, make_config, start, model, teacher
+    mesh, script, batches, make_config, start, model, teacher
 ) -> None:
     url, asked = teacher
     script.environments = {"taught": 50}
-    batches: list[Batch] = []
-    script.refuses = lambda batch: bool(batches.append(batch))
     script.reward = lambda request, place: float(place == 0)
     algo = {"type": "opsd", "context_tokens": 12, "teacher": {"client": {"base_url": url}}}
     train = TrainEnvsConfig(env=[TrainEnvConfig.model_validate({"id": "taught", "algo": algo})])
@@ -126,20 +116,18 @@ async def test_self_distillation_asks_its_own_teacher_what_it_says_after_the_bes
     with torch.inference_mode():
         logprobs_TV = model(input_ids=torch.tensor([TOKENS + TOKENS])).logits[0].log_softmax(-1)
     said = [float(logprobs_TV[len(TOKENS) + at - 1, TOKENS[at]]) for at in (2, 3, 4)]
-    taught = 0
-    for row in (row for batch in batches for row in batch.micro_batches):
-        for start_of, end_of in pairwise(row.sample_offsets):
-            assert row.ref_kl_weights[start_of:end_of].tolist() == [0, 0, 1, 1, 1]
-            assert row.ref_logprobs[start_of:end_of][2:].tolist() == pytest.approx(said, abs=1e-4)
-            taught += 1
-    assert taught > 0
+    taught = [sample for _, sample in samples_of(batches)]
+    assert taught
+    for sample in taught:
+        assert sample["ref_kl_weights"] == [0, 0, 1, 1, 1]
+        assert sample["ref_logprobs"][2:] == pytest.approx(said, abs=1e-4)
     assert "/inference/v1/generate" in asked
 
 
-async def test_a_teacher_plays_one_environment_and_the_policy_another(mesh, script, make_config, start) -> None:
+async def test_a_teacher_plays_one_environment_and_the_policy_another(
+    mesh, script, batches, make_config, start
+) -> None:
     script.environments = {"plain": 50, "shown": 50}
-    batches: list[Batch] = []
-    script.refuses = lambda batch: bool(batches.append(batch))
     played = Script(environments={"shown": 50})
 
     def as_text(request: RolloutRequest, place: int, rollout: Rollout) -> Rollout:
@@ -164,17 +152,12 @@ async def test_a_teacher_plays_one_environment_and_the_policy_another(mesh, scri
         await server.drain(grace_s=0.0)
     assert {request.environment for request in script.requests} == {"plain"}
     assert {(request.environment, request.min_version) for request in played.requests} == {("shown", 0)}
-    imitated = 0
-    for row in (row for batch in batches for row in batch.micro_batches):
-        for place, env in enumerate(row.env_index):
-            part = slice(row.sample_offsets[place], row.sample_offsets[place + 1])
-            if batches[0].environments[env] == "shown":
-                imitated += 1
-                assert not row.loss_mask[part].any()
-                assert row.ce_weights[part].tolist() == [0, 0, 1, 1, 1]
-            else:
-                assert row.loss_mask[part].tolist() == [False, False, True, True, True]
-    assert imitated == 40  # half of what the teacher played got the reward that is asked for
+    imitated = [sample for name, sample in samples_of(batches) if name == "shown"]
+    assert len(imitated) == 40  # half of what the teacher played got the reward that is asked for
+    assert not any(mask for sample in imitated for mask in sample["loss_mask"])
+    assert all(sample["ce_weights"] == [0, 0, 1, 1, 1] for sample in imitated)
+    acted = [sample["loss_mask"] for name, sample in samples_of(batches) if name == "plain"]
+    assert acted == [[False, False, True, True, True]] * 80
     assert (ledger.balance().trained, ledger.balance().open) == (120, 0)  # and none was too old
 
 
