@@ -16,6 +16,7 @@ from meshrl.orchestrator.ledger.journal import Journal
 from meshrl.orchestrator.ledger.open_run import open_journal
 from meshrl.orchestrator.ledger.writer import LedgerWriter
 from meshrl.orchestrator.work.recipes import build_recipes
+from meshrl.sampling.groups import GroupTicket, TaskRef
 from meshrl.trainer.runs.steps import StepBook
 from meshrl.trainer.service import check_batch
 from meshrl.v1 import rollout_pb2, rollout_pb2_grpc, trainer_pb2, trainer_pb2_grpc, weights_pb2, weights_pb2_grpc
@@ -318,6 +319,11 @@ class WeightsServicer(weights_pb2_grpc.WeightSyncServicer):
         applied = ApplyReport(version=version, root=b"r", pause_s=0.001, prepare_s=0.002, requests_kept=0)
         report = EngineReport(engine_id="e0", applied=applied)
         return convert.to_proto(Activation(version=info, engines=(report,), commit_s=0.003, lag_s=0.004))
+
+
+def ticket(group_id: str = "g", *, size: int, environment: str = "echo", seed: int | None = None) -> GroupTicket:
+    task = TaskRef(environment=environment, index=0)
+    return GroupTicket(group_id=group_id, task=task, size=size, for_step=1, min_version=0, active_version=0, seed=seed)
 
 
 def samples_of(batches: Iterable[Batch]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -31,7 +31,6 @@ from meshrl.rollout.exchange.spool import ResultSpool
 from meshrl.rollout.exchange.worker import ExchangeWorker
 from meshrl.rollout.groups import Admissions
 from meshrl.rollout.runner import RolloutRunner
-from meshrl.sampling.groups import GroupTicket, TaskRef
 from meshrl.sampling.hosts import HostState
 from meshrl.sampling.pool import RolloutPool
 from meshrl.sampling.sampler import RolloutSampler
@@ -39,7 +38,7 @@ from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import EnvironmentInfo, Rollout, RolloutEvent, RolloutRequest, RolloutSummary, Sampling
 from polling import until
 from run_output import assert_exact
-from scripted_services import finished_rollout
+from scripted_services import finished_rollout, ticket
 
 DEADLINE_S = 120.0
 
@@ -111,11 +110,6 @@ class Orchestrator:
         return RolloutSampler(self.pool, group_s=DEADLINE_S, retry_s=DEADLINE_S, clock=Clock())
 
 
-def ticket(group_id: str, size: int) -> GroupTicket:
-    task = TaskRef(environment="echo", index=0)
-    return GroupTicket(group_id=group_id, task=task, size=size, for_step=1, min_version=0, active_version=0, seed=None)
-
-
 @asynccontextmanager
 async def orchestrating(credentials: Credentials | None = None, **terms: float) -> AsyncIterator[Orchestrator]:
     config = ExchangeConfig(port=0, **{"heartbeat_s": 20.0, "lease_s": 60.0, **terms})
@@ -152,7 +146,9 @@ async def test_groups_are_played_over_links_that_break_and_each_rollout_is_booke
         link = stack.enter_context(CutLink(run.address))
         worker = await stack.enter_async_context(working(runner, link.address, tmp_path / "spool.sqlite"))
         await run.pool.gather({"echo"}, startup_s=DEADLINE_S)
-        playing = asyncio.create_task(run.sampler.sample(ticket("g1", 12), sampling=Sampling(), on_event=booked.append))
+        playing = asyncio.create_task(
+            run.sampler.sample(ticket("g1", size=12), sampling=Sampling(), on_event=booked.append)
+        )
         await until(lambda: len(booked) == 4)
         await asyncio.to_thread(link.cut)
         await until(lambda: not worker.attached.is_set() and run.pool.table.hosts[0].state is HostState.AWAY)
@@ -189,7 +185,7 @@ async def test_what_a_killed_worker_had_in_its_spool_is_taken_and_only_the_rest_
             first.free = 0
             link.mend()
             await until(lambda: worker.attached.is_set() and run.exchange.workers["box"].attachments == 2)
-            playing = asyncio.create_task(run.sampler.sample(ticket("g1", 8), sampling=Sampling()))
+            playing = asyncio.create_task(run.sampler.sample(ticket("g1", size=8), sampling=Sampling()))
             await until(lambda: first.begun == 8)
             await asyncio.to_thread(link.cut)
             first.gate.set()
@@ -202,7 +198,7 @@ async def test_what_a_killed_worker_had_in_its_spool_is_taken_and_only_the_rest_
             assert second.begun == 0  # all came from the spool
             await until(lambda: worker._outbox.is_empty)
             second.free = 2
-            playing = asyncio.create_task(run.sampler.sample(ticket("g2", 6), sampling=Sampling()))
+            playing = asyncio.create_task(run.sampler.sample(ticket("g2", size=6), sampling=Sampling()))
             await until(lambda: second.begun == 6 and run.received_of("box") == 2)
         third = Plays(free=99)
         async with working(third.runner(), link.address, spool):
@@ -218,7 +214,7 @@ async def test_groups_of_a_lease_that_ran_out_go_to_others_and_late_results_are_
         link = stack.enter_context(CutLink(run.address))
         late = await stack.enter_async_context(working(slow.runner(), link.address, tmp_path / "1.sqlite", "late"))
         await run.pool.gather({"echo"}, startup_s=DEADLINE_S)
-        playing = asyncio.create_task(run.sampler.sample(ticket("g1", 4), sampling=Sampling()))
+        playing = asyncio.create_task(run.sampler.sample(ticket("g1", size=4), sampling=Sampling()))
         await until(lambda: slow.begun == 4)
         await stack.enter_async_context(working(quick.runner(), run.address, tmp_path / "2.sqlite", "steady"))
         await until(lambda: len(run.pool.table.hosts) == 2)
@@ -237,7 +233,7 @@ async def test_a_worker_that_drains_gets_nothing_new_and_what_it_has_is_taken(tm
     runner = plays.runner()
     async with orchestrating() as run, working(runner, run.address, tmp_path / "spool.sqlite") as worker:
         await run.pool.gather({"echo"}, startup_s=DEADLINE_S)
-        playing = asyncio.create_task(run.sampler.sample(ticket("g1", 4), sampling=Sampling()))
+        playing = asyncio.create_task(run.sampler.sample(ticket("g1", size=4), sampling=Sampling()))
         await until(lambda: plays.begun == 4)
         draining = asyncio.create_task(runner.drain(DEADLINE_S))
         await asyncio.sleep(0)
@@ -346,7 +342,7 @@ async def test_only_a_rollout_worker_of_the_run_may_dial_in_and_nobody_takes_the
         )  # fmt: skip
         running = asyncio.create_task(worker.run())
         await run.pool.gather({"echo"}, startup_s=DEADLINE_S)
-        assert len((await run.sampler.sample(ticket("g", 4), sampling=Sampling())).rollouts) == 4
+        assert len((await run.sampler.sample(ticket("g", size=4), sampling=Sampling())).rollouts) == 4
         assert "for: rollout" in (await refused(member(Role.AGENT, "engine"))).message
         other = await refused(member(Role.ROLLOUT, "other"))
         assert (other.reason, "is that of a worker of rollout/box" in other.message) == (Reason.PERMISSION_DENIED, True)

@@ -12,7 +12,6 @@ from meshrl.core.clock import Clock
 from meshrl.core.config.shared import ServerConfig
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.sampling import pool as pool_module
-from meshrl.sampling.groups import GroupTicket, TaskRef
 from meshrl.sampling.hosts import HostState
 from meshrl.sampling.pool import RolloutPool
 from meshrl.sampling.retry import RunError
@@ -24,7 +23,7 @@ from meshrl.wire.program_state import WaitState
 from meshrl.wire.types import RolloutRequest, Sampling
 from polling import until
 from run_output import assert_exact
-from scripted_services import RolloutServicer, Script
+from scripted_services import RolloutServicer, Script, ticket
 
 PATIENT = {"unreachable_s": 60.0}
 
@@ -155,7 +154,7 @@ async def test_what_came_back_of_a_group_stays_when_its_service_is_lost(script) 
     async with hosts(first, second) as addresses, pooled(addresses) as pool:
         sampler = sampler_of(pool)
         pool.table.hosts[1].refuses_until_s = Clock().now() + 60.0  # so that the first is asked
-        sampling = asyncio.create_task(sampler.sample(ticket("echo", size=4, seed=5), sampling=Sampling()))
+        sampling = asyncio.create_task(sampler.sample(ticket(size=4, seed=5), sampling=Sampling()))
         await until(lambda: pool.places and pool.places["g"].left == 3)
         pool.table.hosts[1].refuses_until_s = 0.0
         await first.kill()
@@ -181,7 +180,7 @@ async def test_a_group_goes_on_as_soon_as_its_service_is_seen_to_be_back(script)
     async with hosts(only) as addresses, pooled(addresses, clock=Clock(sleep=sleep)) as pool:
         await only.kill()
         sampler = sampler_of(pool)
-        sampling = asyncio.create_task(sampler.sample(ticket("echo", size=2), sampling=Sampling()))
+        sampling = asyncio.create_task(sampler.sample(ticket(size=2), sampling=Sampling()))
         await asyncio.wait_for(waits.wait(), 60.0)
         await only.start()
         group = await asyncio.wait_for(sampling, 60.0)
@@ -212,7 +211,7 @@ async def test_groups_of_a_service_that_says_it_does_not_serve_move_though_their
     stuck, other = Host(script, {"echo": 50}, gate=asyncio.Event()), Host(script, {"echo": 50})
     async with hosts(stuck, other) as addresses, pooled(addresses, unreachable_s=0.2) as pool:
         pool.table.hosts[1].refuses_until_s = Clock().now() + 60.0
-        sampling = asyncio.create_task(sampler_of(pool).sample(ticket("echo", size=3), sampling=Sampling()))
+        sampling = asyncio.create_task(sampler_of(pool).sample(ticket(size=3), sampling=Sampling()))
         await until(lambda: stuck.held)
         pool.table.hosts[1].refuses_until_s = 0.0
         assert stuck.server is not None
@@ -261,7 +260,7 @@ async def test_groups_are_cancelled_where_they_are_played(script) -> None:
     async with hosts(left, right) as addresses, pooled(addresses) as pool:
         sampler = sampler_of(pool)
         groups = [
-            asyncio.create_task(sampler.sample(ticket(name, size=2, group_id=name), sampling=Sampling()))
+            asyncio.create_task(sampler.sample(ticket(name, size=2, environment=name), sampling=Sampling()))
             for name in ("left", "right")
         ]
         await until(lambda: left.played and right.played)
@@ -339,17 +338,5 @@ async def pooled(
         await pool.close()
 
 
-def sampler_of(pool: RolloutPool, clock: Clock | None = None) -> RolloutSampler:
-    return RolloutSampler(pool, group_s=60.0, retry_s=60.0, clock=clock or Clock())
-
-
-def ticket(environment: str, *, size: int, seed: int | None = None, group_id: str = "g") -> GroupTicket:
-    return GroupTicket(
-        group_id=group_id,
-        task=TaskRef(environment=environment, index=0),
-        size=size,
-        for_step=1,
-        min_version=0,
-        active_version=0,
-        seed=seed,
-    )
+def sampler_of(pool: RolloutPool) -> RolloutSampler:
+    return RolloutSampler(pool, group_s=60.0, retry_s=60.0, clock=Clock())
