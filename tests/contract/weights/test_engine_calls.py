@@ -16,6 +16,7 @@ from loguru import logger
 
 from meshrl.client.credentials import CredentialFiles, credentials_of
 from meshrl.client.trust import Role, TrustFile
+from meshrl.inference.agent import follower
 from meshrl.inference.agent.agent import Membership
 from meshrl.inference.agent.follower import HubFollower
 from meshrl.inference.engine import EngineStats
@@ -204,7 +205,8 @@ async def test_who_cannot_follow_is_named_once(mesh: Mesh, kept: Kept, lines: li
     await runner.cleanup()
 
 
-async def test_a_hub_that_the_engine_does_not_reach_is_refused(kept: Kept) -> None:
+async def test_a_hub_that_the_engine_does_not_reach_is_refused(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follower, "REACH_S", 0.5)
     with pytest.raises(MeshError) as refused:
         await kept.follower.follow("127.0.0.1:1", kept.url)
     assert refused.value.reason is Reason.UNREACHABLE

@@ -18,7 +18,7 @@ from meshrl.core.rpc.serve import GrpcServer
 from meshrl.inference.adapters import AdapterTable
 from meshrl.inference.agent.agent import Membership, WeightAgent
 from meshrl.inference.agent.ahead import VersionAhead
-from meshrl.inference.engine import CollectiveSupport, FinishReason, GenerateRequest, HostVersion, TokenChunk
+from meshrl.inference.engine import CollectiveSupport, Engine, FinishReason, GenerateRequest, HostVersion, TokenChunk
 from meshrl.inference.sleep import Sleeper
 from meshrl.versions.placement import PlacementTracer, check_parts
 from meshrl.weights.config import WeightsConfig
@@ -42,6 +42,8 @@ def make_state(seed: int, *, dtype: torch.dtype = torch.float32) -> dict[str, to
 
 class MemoryEngine:
     """The Engine protocol over a dict of tensors: everything real but the language model."""
+
+    runs = Engine.runs
 
     def __init__(self, state: Mapping[str, torch.Tensor]) -> None:
         self.live = {name: tensor.clone() for name, tensor in state.items()}

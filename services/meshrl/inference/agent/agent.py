@@ -263,10 +263,8 @@ class WeightAgent:
         return (*capabilities.ENGINE, *takes)
 
     def _displaced(self) -> bool:
-        version, adapters = self._engine.version, self._engine.adapters
-        of_base = (
-            line for line in self.machine.lines.values() if adapters is None or line.run_id not in adapters.newest
-        )
+        version, of_adapters = self._engine.version, self._engine.runs
+        of_base = (line for line in self.machine.lines.values() if line.run_id not in of_adapters)
         return bool([line for line in of_base if line.displaced(version)])
 
     def _report(self, action: SendReport) -> AgentReport:
