@@ -45,10 +45,10 @@ async def test_without_any_engine_the_rollout_fails_as_the_engines_fault(start_m
 
 async def test_calls_leave_an_engine_that_went_silent(start_mesh, make_group, engine, second):
     """Its connections stay open: a stopped process, or one whose event loop hangs."""
-    mesh = await start_mesh([engine, second], client={"failover_s": 0.5, "probe_deadline_s": 0.2})
+    mesh = await start_mesh([engine, second], client={"failover_s": 1.5, "probe_deadline_s": 0.5})
     await engine_takes_a_call_first(mesh, engine, second)
-    engine.delay_s = engine.silent_s = 20.0
-    rollout, summary = await asyncio.wait_for(mesh.collect(make_group()), 60.0)
+    engine.delay_s = engine.silent_s = 600.0
+    rollout, summary = await mesh.collect(make_group())
     assert isinstance(rollout, Rollout)
     assert (len(engine.requests), len(second.requests), summary.finished) == (1, 1, 1)
 
@@ -66,12 +66,12 @@ async def test_a_long_call_that_is_lost_still_has_its_time_to_find_another_engin
     start_mesh, make_group, engine, second
 ):
     second.health = 503
-    mesh = await start_mesh([engine, second], client={"failover_s": 0.6})
+    mesh = await start_mesh([engine, second], client={"failover_s": 2.0})
 
     async def late_cut(request, body):
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(2.1)
         engine.health = 503
-        asyncio.get_running_loop().call_later(0.3, setattr, second, "health", 200)
+        asyncio.get_running_loop().call_later(0.1, setattr, second, "health", 200)
         cut(request, body)
 
     engine.on_call = late_cut

@@ -202,7 +202,7 @@ async def test_a_task_that_is_not_drawn_by_the_deadline_fails_the_group(start_me
 
 
 async def test_cancelled_groups_end_with_a_summary(start_mesh, engine, make_group):
-    engine.delay_s = 5.0
+    engine.delay_s = 600.0
     mesh = await start_mesh([engine], max_concurrent=2)
     running = asyncio.create_task(mesh.collect(make_group(group_id="a", group_size=3)))
     other = asyncio.create_task(mesh.collect(make_group(group_id="b", group_size=1)))
@@ -230,13 +230,19 @@ async def test_a_caller_that_goes_away_cancels_its_group(start_mesh, engine, mak
 
 
 async def test_a_full_queue_refuses_and_takes_work_again_later(start_mesh, engine, make_group):
-    engine.delay_s = 0.3
+    gate = asyncio.Event()
+
+    async def held(request, body):
+        await gate.wait()
+
+    engine.on_call = held
     mesh = await start_mesh([engine], max_concurrent=1, max_queued=1)
     first = asyncio.create_task(mesh.collect(make_group(group_size=2)))
     await engine.arrived.get()
     error = await refused(mesh, make_group())
     assert error.reason is Reason.OVERLOADED
     assert error.retry_after_s is not None
+    gate.set()
     assert (await first)[-1].finished == 2
     assert (await mesh.collect(make_group()))[-1].finished == 1
 
