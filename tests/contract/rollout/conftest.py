@@ -26,6 +26,7 @@ from meshrl.rollout.runner import RolloutRunner
 from meshrl.rollout.service import SERVICE, RolloutServicer, add_to_server
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.v1 import weights_pb2_grpc as pb_grpc
+from meshrl.wire.errors import MeshError
 from meshrl.wire.types import RolloutRequest
 
 sys.path.append(str(Path(__file__).parent / "tasksets"))  # verifiers loads tasksets as top-level modules
@@ -210,6 +211,18 @@ class Mesh:
     async def collect(self, request: RolloutRequest) -> list[Any]:
         """All events of a group."""
         return [event async for event in self.client.run_rollouts(request)]
+
+    async def played(self, request: RolloutRequest) -> list[Any]:
+        """The rollouts of a group, none of which may fail."""
+        *events, summary = await self.collect(request)
+        assert summary.failed == 0, events
+        return events
+
+    async def refused(self, request: RolloutRequest) -> MeshError:
+        """The error with which a group is refused."""
+        with pytest.raises(MeshError) as caught:
+            await self.collect(request)
+        return caught.value
 
 
 StartMesh = Callable[..., Awaitable[Mesh]]

@@ -14,7 +14,7 @@ from http_servers import chat_answer, serving_http
 from inference_kit import make_model, served
 from meshrl.core.config import ConfigError
 from meshrl.rollout.engines.chat_servers import api_url
-from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.errors import Reason
 from meshrl.wire.types import Sampling
 
 VOCABULARY = 101  # of the fixture's tokenizer
@@ -69,19 +69,13 @@ def evaluated(url: str, **client: Any) -> dict[str, Any]:
     }
 
 
-async def played(mesh: Any, request: Any) -> list[Any]:
-    *events, summary = [event async for event in mesh.client.run_rollouts(request)]
-    assert summary.failed == 0, events
-    return events
-
-
 async def test_an_evaluation_samples_from_our_own_inference_program_by_its_chat_route(
     start_mesh, make_group, inference
 ):
     mesh = await start_mesh([], **evaluated(inference))
     sampling = Sampling(max_tokens=5, temperature=1.0, seed=3)
     request = make_group(group_size=3, scores_only=True, sampling=sampling, deadline_s=120.0)
-    rollouts = await played(mesh, request)
+    rollouts = await mesh.played(request)
     assert [rollout.samples for rollout in rollouts] == [(), (), ()]
     assert {rollout.num_turns for rollout in rollouts} == {1}
     assert all(rollout.reward in (0.25, 2.25) and 0 < len(rollout.completion) <= 20 for rollout in rollouts)
@@ -94,7 +88,7 @@ async def test_the_server_gets_key_model_messages_and_sampling(start_mesh, make_
     monkeypatch.setenv("MESH_CHAT_KEY", "sesame")
     mesh = await start_mesh([], **evaluated(chat.url, api_key_var="MESH_CHAT_KEY"))
     sampling = Sampling(max_tokens=7, temperature=0.5, top_p=0.9)
-    [rollout] = await played(mesh, make_group(scores_only=True, sampling=sampling))
+    [rollout] = await mesh.played(make_group(scores_only=True, sampling=sampling))
     assert (rollout.reward, rollout.completion) == (2.25, "cat")
     [(key, body)] = chat.requests
     assert key == "Bearer sesame"
@@ -116,11 +110,11 @@ async def test_a_call_is_made_again_where_the_server_says_not_now_and_fails_wher
 ):
     chat.statuses = [429, 503]
     mesh = await start_mesh([], **evaluated(chat.url, failover_s=60.0))
-    [rollout] = await played(mesh, make_group(scores_only=True, deadline_s=120.0))
+    [rollout] = await mesh.played(make_group(scores_only=True, deadline_s=120.0))
     assert rollout.reward == 2.25
     assert len(chat.requests) == 3
     chat.statuses = [401]
-    failure, _ = [event async for event in mesh.client.run_rollouts(make_group(scores_only=True))]
+    failure, _ = await mesh.collect(make_group(scores_only=True))
     assert "401" in failure.message
     assert len(chat.requests) == 4
 
@@ -128,20 +122,18 @@ async def test_a_call_is_made_again_where_the_server_says_not_now_and_fails_wher
 async def test_a_server_that_does_not_answer_in_time_is_said_to_have_timed_out(start_mesh, make_group, chat):
     chat.silent = True
     mesh = await start_mesh([], **evaluated(chat.url, failover_s=0.1, call_deadline_s=0.2))
-    failure, _ = [event async for event in mesh.client.run_rollouts(make_group(scores_only=True, deadline_s=60.0))]
+    failure, _ = await mesh.collect(make_group(scores_only=True, deadline_s=60.0))
     assert failure.reason == "ENGINE_FAILED"
     assert failure.message.startswith(f"{chat.url}/v1 failed for 0.1 s: ReadTimeout"), failure.message
 
 
 async def test_training_from_such_a_server_is_refused_and_so_is_a_version(start_mesh, make_group, chat):
     mesh = await start_mesh([], **evaluated(chat.url))
-    with pytest.raises(MeshError) as caught:
-        await played(mesh, make_group())
-    assert caught.value.reason is Reason.INVALID_REQUEST
-    assert "samples from /v1/chat/completions (rollout.client.api), which gives no token ids" in caught.value.message
-    with pytest.raises(MeshError) as caught:
-        await played(mesh, make_group(scores_only=True, exact_version=3))
-    assert caught.value.reason is Reason.VERSION_NOT_AVAILABLE
+    error = await mesh.refused(make_group())
+    assert error.reason is Reason.INVALID_REQUEST
+    assert "samples from /v1/chat/completions (rollout.client.api), which gives no token ids" in error.message
+    error = await mesh.refused(make_group(scores_only=True, exact_version=3))
+    assert error.reason is Reason.VERSION_NOT_AVAILABLE
     assert chat.requests == []
 
 
@@ -152,11 +144,11 @@ async def test_one_environment_may_sample_elsewhere_for_evaluations_beside_engin
     mesh = await start_mesh(
         [engine], env=[{"id": "mesh_echo"}, {"id": "mesh_echo", "name": "elsewhere", "args": {"agent": own}}]
     )
-    [rollout] = await played(mesh, make_group(environment="elsewhere", scores_only=True))
+    [rollout] = await mesh.played(make_group(environment="elsewhere", scores_only=True))
     assert (rollout.reward, rollout.samples) == (2.25, ())
     assert chat.requests[0][1]["model"] == "other"
     assert engine.requests == []
-    failure, _ = [event async for event in mesh.client.run_rollouts(make_group(environment="elsewhere"))]
+    failure, _ = await mesh.collect(make_group(environment="elsewhere"))
     assert (failure.reason, failure.message.partition(";")[0]) == (
         "INVALID_REQUEST",
         "agent of elsewhere is to be trained, but samples from an endpoint of its own (args.agent.client), which gives"
@@ -172,7 +164,7 @@ def test_a_url_without_a_path_gets_v1_and_any_other_is_taken_as_it_is():
 
 async def test_what_a_teacher_says_comes_back_as_the_policys_tokens(start_mesh, make_group, chat, tokenizer_dir):
     mesh = await start_mesh([], client={"api": "chat_completions", "base_url": [chat.url]}, text_samples=True)
-    rollouts = await played(mesh, make_group(group_size=2))  # to be trained on
+    rollouts = await mesh.played(make_group(group_size=2))  # to be trained on
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
     asked = chat.requests[0][1]["messages"]
     ids = {"tokenize": True, "return_dict": False}

@@ -36,6 +36,6 @@ async def test_the_taskset_of_the_page_plays_the_tasks_beside_it(
     rewards = []
     for task in (0, 1):
         request = make_group(environment="mine", task_index=task)
-        *rollouts, _ = [event async for event in mesh.client.run_rollouts(request)]
+        *rollouts, _ = await mesh.collect(request)
         rewards += [(rollout.reward_parts, rollout.reward) for rollout in rollouts]
     assert rewards == [({"right": 1.0}, 1.0), ({"right": 0.0}, 0.0)]

@@ -6,7 +6,7 @@ import time
 import pytest
 from aiohttp import web
 
-from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.errors import Reason
 from meshrl.wire.types import Rollout, RolloutFailure
 
 
@@ -145,11 +145,10 @@ async def test_an_answer_without_evidence_of_its_tokens_fails_the_rollout(start_
 async def test_a_minimum_version_that_no_engine_serves_is_refused_with_a_time_to_retry(start_mesh, make_group, engine):
     engine.version = 2
     mesh = await start_mesh([engine])
-    with pytest.raises(MeshError) as caught:
-        await mesh.collect(make_group(min_version=3))
-    assert caught.value.reason is Reason.VERSION_NOT_AVAILABLE
-    assert caught.value.retry_after_s == pytest.approx(0.1)
-    assert "newest version served is 2" in caught.value.message
+    error = await mesh.refused(make_group(min_version=3))
+    assert error.reason is Reason.VERSION_NOT_AVAILABLE
+    assert error.retry_after_s == pytest.approx(0.1)
+    assert "newest version served is 2" in error.message
     assert engine.requests == []
     engine.version = 3
     rollout, _ = await mesh.collect(make_group(min_version=3))
@@ -256,6 +255,6 @@ async def test_an_environment_may_have_shorter_sequences_than_the_program(start_
     mesh = await start_mesh([engine], env=entries, seq_len=200, sampling={"max_tokens": 400, "temperature": 1.0})
     lengths = {}
     for name in ("whole", "short"):
-        rollout, _ = [event async for event in mesh.client.run_rollouts(make_group(environment=name))]
+        rollout, _ = await mesh.collect(make_group(environment=name))
         lengths[name] = rollout.num_tokens
     assert lengths == {"whole": 200, "short": 90}

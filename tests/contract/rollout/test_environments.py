@@ -12,13 +12,6 @@ from aiohttp import web
 from http_servers import chat_answer, serving_http
 
 
-async def played(mesh: Any, request: Any) -> list[Any]:
-    """The rollouts of a group, all of which must succeed."""
-    *events, summary = [event async for event in mesh.client.run_rollouts(request)]
-    assert summary.failed == 0, events
-    return events
-
-
 def asked(request: dict[str, Any]) -> str:
     """The prompt of a call to the scripted engine, as text."""
     return "".join(chr(29 + token) if 2 < token < 98 else "|" for token in request["token_ids"])
@@ -28,7 +21,7 @@ def asked(request: dict[str, Any]) -> str:
 async def test_a_reward_that_is_no_number_is_named_with_its_place(start_mesh, make_group, engine, kind, came):
     env = [{"id": "mesh_zoo", "args": {"kind": kind}}]
     mesh = await start_mesh([engine], env=env)
-    failure, _ = [event async for event in mesh.client.run_rollouts(make_group(environment="mesh_zoo"))]
+    failure, _ = await mesh.collect(make_group(environment="mesh_zoo"))
     words = rf"reward 'right' \(/.*/mesh_zoo.py:\d+\) returned {came}; return a number in every case, such as 0.0"
     assert (failure.reason, bool(re.fullmatch(words, failure.message))) == ("ENVIRONMENT_FAILED", True), failure.message
 
@@ -41,7 +34,7 @@ async def test_a_simulated_user_talks_to_the_policy_and_only_the_policy_trains(s
 
     engine.reply = reply
     mesh = await start_mesh([engine], env=[{"id": "user-sim+mesh_quiz", "name": "quiz"}], seq_len=4096)
-    [rollout] = await played(mesh, make_group(environment="quiz", deadline_s=120.0))
+    [rollout] = await mesh.played(make_group(environment="quiz", deadline_s=120.0))
     assert (rollout.agent, rollout.reward, rollout.num_turns) == ("assistant", 1.0, 1)
     assert rollout.metrics["user_turns"] == 2.0
     assert rollout.completion == "cat"
@@ -51,7 +44,7 @@ async def test_best_of_n_makes_a_rollout_of_each_attempt(start_mesh, make_group,
     replies = iter(["cat", "dog", "cow"])
     engine.reply = lambda request: next(replies)
     mesh = await start_mesh([engine], env=[{"id": "best-of-n+mesh_quiz", "name": "quiz", "args": {"n": 3}}])
-    rollouts = await played(mesh, make_group(environment="quiz", deadline_s=120.0))
+    rollouts = await mesh.played(make_group(environment="quiz", deadline_s=120.0))
     assert [(rollout.reward, rollout.metrics["best"]) for rollout in rollouts] == [(1.0, 1.0), (0.0, 0.0), (0.0, 0.0)]
     assert {rollout.metrics["pass_at_n"] for rollout in rollouts} == {1.0}
 
@@ -80,7 +73,7 @@ async def test_a_judge_behind_any_openai_endpoint_gives_a_reward(start_mesh, mak
     replies = iter(["cat", "dog"])
     engine.reply = lambda request: next(replies)
     mesh = await start_mesh([engine], env=[{"id": "mesh_quiz", "args": {"task": {"judges": [entry]}}}])
-    rollouts = await played(mesh, make_group(environment="mesh_quiz", group_size=2, deadline_s=120.0))
+    rollouts = await mesh.played(make_group(environment="mesh_quiz", group_size=2, deadline_s=120.0))
     assert sorted(rollout.reward_parts["reference"] for rollout in rollouts) == [0.0, 0.5]
     assert sorted(rollout.reward for rollout in rollouts) == [0.0, 1.5]
     assert [(key, body["model"]) for key, body in bodies] == [("Bearer sesame", "judge-1")] * 2

@@ -64,7 +64,7 @@ async def test_the_memory_game_has_three_turns(newest_first, start_mesh, make_gr
     env = [{"id": "memory_game", "args": {"split": "held_out"}}]
     mesh = await start_mesh([engine], env=env, tokenizer=folder, seq_len=128)
     request = make_group(environment="memory_game", task_index=5, deadline_s=60.0)
-    rollout, _ = [event async for event in mesh.client.run_rollouts(request)]
+    rollout, _ = await mesh.collect(request)
     assert getattr(rollout, "message", "") == ""
     assert rollout.num_turns == 3
     words = games("held_out")[5]
@@ -86,7 +86,7 @@ async def test_each_player_who_moved_makes_a_rollout_under_its_own_name(
     engine.on_call = answering(tokenizer, lambda prompt: str(right_move(int(said_by_user(prompt)[-1])) or 1))
     mesh = await start_mesh([engine], env=[{"id": "nim"}], tokenizer=folder, seq_len=128)
     request = make_group(environment="nim", task_index=heaps("train").index(heap), deadline_s=60.0)
-    *rollouts, _ = [event async for event in mesh.client.run_rollouts(request)]
+    *rollouts, _ = await mesh.collect(request)
     assert sorted((rollout.agent, rollout.reward) for rollout in rollouts) == agents
     assert len({rollout.episode_id for rollout in rollouts}) == 1
 
@@ -113,7 +113,7 @@ async def test_a_trail_is_followed_with_the_tool_in_the_tokens_of_the_demonstrat
         seq_len=256,
     )
     request = make_group(environment="word_trail", task_index=number, deadline_s=60.0)
-    rollout, _ = [event async for event in mesh.client.run_rollouts(request)]
+    rollout, _ = await mesh.collect(request)
     assert getattr(rollout, "message", "") == ""
     assert rollout.num_turns == 3
     assert rollout.reward == 1.0

@@ -2,16 +2,10 @@
 
 import pytest
 
-from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.errors import Reason
 from meshrl.wire.types import Rollout, Sampling
 
 NEUTRAL = {"max_tokens": 16}
-
-
-async def refusal(mesh, request) -> MeshError:
-    with pytest.raises(MeshError) as caught:
-        await mesh.collect(request)
-    return caught.value
 
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", None])
@@ -24,7 +18,7 @@ async def test_sampling_that_changes_the_distribution_needs_processed_logprobs(s
         (Sampling(top_k=20), "top_k = 20"),
         (Sampling(min_p=0.05), "min_p = 0.05"),
     ):
-        error = await refusal(mesh, make_group(sampling=sampling))
+        error = await mesh.refused(make_group(sampling=sampling))
         assert (error.reason, error.retryable) == (Reason.LOGPROBS_BIASED, False)
         assert f"sampling with {named} changes the distribution" in error.message
         assert f"{engine.url} ({mode or 'unknown'})" in error.message
@@ -44,7 +38,7 @@ async def test_plain_sampling_and_scores_may_come_from_any_engine(start_mesh, ma
 async def test_the_environments_own_sampling_counts_too(start_mesh, make_group, engine):
     engine.logprobs_mode = None
     mesh = await start_mesh([engine], sampling={**NEUTRAL, "top_p": 0.5})
-    assert "top_p = 0.5" in (await refusal(mesh, make_group())).message
+    assert "top_p = 0.5" in (await mesh.refused(make_group())).message
     rollout, _ = await mesh.collect(make_group(sampling=Sampling(top_p=1.0)))
     assert isinstance(rollout, Rollout)
 
@@ -69,7 +63,7 @@ async def test_a_user_may_vouch_for_engines_that_say_nothing_but_not_against_wha
     assert rollout.samples[0].temperature == pytest.approx(0.7)
     assert (await mesh.client.get_status()).engines[0].logprobs_mode == "processed_logprobs"
     mesh = await start_mesh([second], client=client)
-    assert (await refusal(mesh, make_group())).reason is Reason.LOGPROBS_BIASED
+    assert (await mesh.refused(make_group())).reason is Reason.LOGPROBS_BIASED
 
 
 async def test_settings_nobody_gave_are_sent_as_neutral(start_mesh, make_group, engine):

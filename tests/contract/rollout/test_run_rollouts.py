@@ -11,14 +11,8 @@ import numpy as np
 import pytest
 
 from meshrl.v1 import rollout_pb2, rollout_pb2_grpc
-from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.errors import Reason
 from meshrl.wire.types import Rollout, RolloutFailure, RolloutSummary, Sampling
-
-
-async def refused(mesh, request) -> MeshError:
-    with pytest.raises(MeshError) as caught:
-        await mesh.collect(request)
-    return caught.value
 
 
 async def test_a_rollout_carries_tokens_mask_logprobs_versions_roles_and_rewards(
@@ -126,7 +120,7 @@ async def test_a_task_of_the_callers_own_is_played_from_its_json(start_mesh, eng
     payload = json.dumps({"prompt": "say cat", "word": "cat"})
     rollout, _ = await mesh.collect(make_group(task_payload=payload))
     assert rollout.reward_parts["exact"] == 2.0
-    error = await refused(mesh, make_group(task_payload=json.dumps({"word": 3})))
+    error = await mesh.refused(make_group(task_payload=json.dumps({"word": 3})))
     assert error.reason is Reason.INVALID_REQUEST
     assert [violation.field for violation in error.violations] == ["task_payload.word"]
 
@@ -149,10 +143,10 @@ async def test_a_broken_reward_is_a_failure_of_its_rollout_only(start_mesh, engi
 
 async def test_unknown_names_and_bad_fields_are_refused_with_their_reason(start_mesh, engine, make_group):
     mesh = await start_mesh([engine])
-    assert (await refused(mesh, make_group(environment="nowhere"))).reason is Reason.UNKNOWN_ENVIRONMENT
-    assert (await refused(mesh, make_group(task_index=3))).reason is Reason.UNKNOWN_TASK
-    assert (await refused(mesh, make_group(engine_pool="other"))).reason is Reason.INVALID_REQUEST
-    error = await refused(mesh, make_group(group_size=0, deadline_s=-1.0, sampling=Sampling(top_p=2.0)))
+    assert (await mesh.refused(make_group(environment="nowhere"))).reason is Reason.UNKNOWN_ENVIRONMENT
+    assert (await mesh.refused(make_group(task_index=3))).reason is Reason.UNKNOWN_TASK
+    assert (await mesh.refused(make_group(engine_pool="other"))).reason is Reason.INVALID_REQUEST
+    error = await mesh.refused(make_group(group_size=0, deadline_s=-1.0, sampling=Sampling(top_p=2.0)))
     assert {violation.field for violation in error.violations} == {"group_size", "deadline_s", "sampling.top_p"}
 
 
@@ -239,7 +233,7 @@ async def test_a_full_queue_refuses_and_takes_work_again_later(start_mesh, engin
     mesh = await start_mesh([engine], max_concurrent=1, max_queued=1)
     first = asyncio.create_task(mesh.collect(make_group(group_size=2)))
     await engine.arrived.get()
-    error = await refused(mesh, make_group())
+    error = await mesh.refused(make_group())
     assert error.reason is Reason.OVERLOADED
     assert error.retry_after_s is not None
     gate.set()
@@ -254,7 +248,7 @@ async def test_a_draining_server_finishes_what_runs_and_refuses_more(start_mesh,
     await engine.arrived.get()
     drain = asyncio.create_task(mesh.runner.drain(5.0))
     await asyncio.sleep(0.05)
-    assert (await refused(mesh, make_group())).reason is Reason.DRAINING
+    assert (await mesh.refused(make_group())).reason is Reason.DRAINING
     assert (await mesh.client.get_status()).draining
     assert (await running)[-1].finished == 1
     await drain
@@ -299,4 +293,4 @@ async def test_a_drain_takes_no_new_group_and_ends_those_that_run_at_its_deadlin
     assert answer.cancelled == 2
     assert (await playing)[-1] == RolloutSummary(finished=0, failed=0, cancelled=2, sampled_tokens=0)
     assert (await mesh.client.get_status()).draining
-    assert (await refused(mesh, make_group())).reason is Reason.DRAINING
+    assert (await mesh.refused(make_group())).reason is Reason.DRAINING

@@ -64,7 +64,7 @@ async def test_tool_calls_run_and_their_results_go_back_to_the_model(start_tools
     engine.reply = lambda request: replies[len(engine.requests) - 1]
     mesh = await start_tools()
     request = make_group(environment="mesh_tools")
-    events = [event async for event in mesh.client.run_rollouts(request)]
+    events = await mesh.collect(request)
     rollout = events[0]
     assert getattr(rollout, "message", "") == ""
     assert rollout.num_turns == 3
@@ -95,7 +95,7 @@ async def test_rollouts_share_the_connection_to_a_shared_tool_server_and_a_late_
         call = [TOOL_CALL, *tokens(f'{{"name": "{tool}", "arguments": {arguments}}}'), TOOL_CALL_END]
         engine.reply = lambda request: call if len(engine.requests) == 1 else tokens("5")
         request = make_group(environment="mesh_tools", deadline_s=deadline_s)
-        event, _ = [event async for event in mesh.client.run_rollouts(request)]
+        event, _ = await mesh.collect(request)
         return event
 
     for _ in range(3):

@@ -36,7 +36,7 @@ async def both_ways(start_mesh, engine, monkeypatch, request, **options) -> tupl
             engine.requests.clear()
             mesh = await start_mesh([engine], **options)
             asked = dataclasses.replace(request, request_id=str(uuid.uuid4()), group_id=f"group-{number}")
-            events = [event async for event in mesh.client.run_rollouts(asked)]
+            events = await mesh.collect(asked)
             seen.append(([plain(event) for event in events[:-1]], list(engine.requests)))
     return tuple(seen)
 
