@@ -253,7 +253,7 @@ def test_flops_count_parameters_and_attention_within_samples() -> None:
     expected = 6 * active_parameters(model) * lengths.sum() + 6 * 1 * 2 * 8 * (lengths**2).sum()
     assert step_flops(model, packing.micro_batches) == pytest.approx(float(expected))
     assert active_parameters(model) == sum(parameter.numel() for parameter in model.parameters())
-    assert peak_flops(torch.device("cpu"), seconds=0.01) > 1e8
+    assert peak_flops(torch.device("cpu")) > 1e8
 
 
 def mixture_learner() -> Trained:

@@ -42,15 +42,16 @@ def step_flops(model: PreTrainedModel, micro_batches: Sequence[MicroBatch], a_to
     return (token_flops(model) if a_token is None else a_token) * float(lengths.sum()) + attention
 
 
-def peak_flops(device: torch.device, *, size: int = 512, seconds: float = 0.05) -> float:
+def peak_flops(device: torch.device) -> float:
     """The data sheet's FLOP/s of a known GPU, else those of a measured float32 product."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         for known, peak in PEAK_FLOPS.items():
             if known in name:
                 return peak
+    size = 512
     left = torch.ones(size, size, device=device)
-    best, end = 0.0, time.perf_counter() + seconds
+    best, end = 0.0, time.perf_counter() + 0.05
     while time.perf_counter() < end:
         started = time.perf_counter()
         float((left @ left)[0, 0])  # reading a value waits for the device

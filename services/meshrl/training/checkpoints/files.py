@@ -52,7 +52,7 @@ class CheckpointContents:
         write_file(folder / MANIFEST, json.dumps({**values, CHECKSUM: _checksum(values)}, indent=1))
 
     @classmethod
-    def read(cls, folder: Path, *, step: int | None = None) -> CheckpointContents:
+    def read(cls, folder: Path, *, step: int) -> CheckpointContents:
         """`step` is the one in the folder's name. Manifests older than checksums are read without that check.
 
         Raises CheckpointError for a folder that this program did not write, or that is damaged or of another step.
@@ -82,7 +82,7 @@ class CheckpointContents:
                 f"{folder} was written in format {written_as!r}, this program reads {FORMAT!r}; resume it with the "
                 "version that wrote it, or start from its snapshot under weights/"
             )
-        if step is not None and manifest.step != step:
+        if manifest.step != step:
             raise CheckpointError(
                 f"{folder} holds the checkpoint of step {manifest.step}, not of step {step}; give its folder the name "
                 f"step_{manifest.step} back, or resume another step with ckpt.resume_step"
@@ -177,7 +177,7 @@ def sweep(root: Path, part: str | None) -> None:
 
 
 def surplus(
-    steps: Iterable[int], *, keep_last: int | None, keep_interval: int | None, pinned: Container[int] = ()
+    steps: Iterable[int], *, keep_last: int | None, keep_interval: int | None, pinned: Container[int]
 ) -> set[int]:
     """The steps to delete: all but the newest `keep_last`, multiples of `keep_interval` and pinned ones. None is no
     limit."""
