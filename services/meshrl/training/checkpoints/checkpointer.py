@@ -319,14 +319,15 @@ class Checkpointer:
         needed = bytes(folder not in self._own or not folder.is_dir() for folder in wanted)
         needed = self._group.broadcast(needed if self._group.plan.leads else None)
         model, first = self._learner.model, self._group.plan.leads
+        weights: Mapping[str, torch.Tensor] | None = None
+        adapters: Mapping[str, torch.Tensor] = {}
+        if needed[0]:
+            weights = gather_state(model, self._snapshot_dtype, keep=first) if self._merges else {}
+            adapters = adapter_state(model, keep=first) if self._adapters else {}
         return _Job(
             step=step,
-            weights=None
-            if not needed[0]
-            else gather_state(model, self._snapshot_dtype, keep=first)
-            if self._merges
-            else {},
-            adapters=adapter_state(model, keep=first) if needed[0] and self._adapters else {},
+            weights=weights,
+            adapters=adapters,
             tensors=train_state.run_tensors(model, self._run) if needed[1:] == b"\1" else None,
             random_state=random_state(self._learner.device),
             progress=replace(self.progress),
