@@ -204,7 +204,8 @@ def checked(
         elsewhere=() if spread is None else [node.address for node in (*spread.trainers[1:], *spread.engines)],
         folder_in_use=folder_in_use,
     )
-    later = is_new and not config.dry_run and not config.runs  # whose folders may be elsewhere
+    # Runs and nodes may have folders elsewhere.
+    later = is_new and not config.dry_run and not config.runs and spread is None
     findings += examine(plan, [check for check in CHECKS if not (later and check is check_plugins)])
     if later and refusal(findings) is not None:
         findings += check_plugins(plan)

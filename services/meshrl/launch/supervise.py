@@ -111,7 +111,7 @@ class Supervisor:
         others, for which the programs go on after the last leader. Leaders start once `check` has returned True."""
         self._programs = programs
         self._landmarks, self._guests = landmarks, guests
-        self._check, self._passed = check, check is None
+        self._check = check
         self._lock_fd = lock_fd
         self._temporary = temporary
         self._grace = grace or Grace()
@@ -144,13 +144,12 @@ class Supervisor:
                     start_new_session=True,
                     pass_fds=() if self._lock_fd is None else (self._lock_fd,),
                 )
-                for program in self._programs:
-                    await self._start(program, program.command, program.restarts)
+                await self._start_all(lambda program: self._check is None or not program.leader)
                 if self._check is not None:  # what has died meanwhile may have died of what it finds
                     with contextlib.suppress(StoppedError):
-                        self._passed = await unless_stopped(stop, self._check())
-                        if not self._passed:
+                        if not await unless_stopped(stop, self._check()):
                             return BAD_CONFIGURATION
+                        await self._start_all(lambda program: program.leader)
                 return await self._watch(stop, leading, losing)
         except OSError as error:
             logger.error("a program cannot be started: {}", error)
@@ -184,6 +183,10 @@ class Supervisor:
             await asyncio.wait_for(self._guardian.wait(), self._grace.failure_s + REMOVAL_WAIT_S)
         except TimeoutError:  # it ends by itself once the folders are removed
             logger.warning("the guardian (pid {}) still removes temporary folders", self._guardian.pid)
+
+    async def _start_all(self, chosen: Callable[[Program], bool]) -> None:
+        for program in filter(chosen, self._programs):
+            await self._start(program, program.command, program.restarts)
 
     async def _start(
         self, program: Program, command: Sequence[str], restarts_left: int, failed_starts: int = 0
@@ -221,23 +224,20 @@ class Supervisor:
         )
         child.exited = asyncio.create_task(process.wait())
         self._children[program.name] = child
-        if self._may_run(program):
+        if self._serve(program.after):
             self._let_run(child)
             return
-        if program.after:
-            logger.info("{} starts once {} serves", program.name, " and ".join(program.after))
+        logger.info("{} starts once {} serves", program.name, " and ".join(program.after))
         waiting = asyncio.create_task(self._run_after(child))
         self._held.add(waiting)
         waiting.add_done_callback(self._held.discard)
 
-    def _may_run(self, program: Program) -> bool:
-        if program.leader and not self._passed:
-            return False
-        return all(name in self._children and self._children[name].ready.exists() for name in program.after)
+    def _serve(self, names: Sequence[str]) -> bool:
+        return all(name in self._children and self._children[name].ready.exists() for name in names)
 
     async def _run_after(self, child: _Child) -> None:
         """The leader's own waits have the deadline."""
-        while not self._may_run(child.program):  # noqa: ASYNC110  # another process makes the file
+        while not self._serve(child.program.after):  # noqa: ASYNC110  # another process makes the file
             await asyncio.sleep(READY_POLL_S)
         if child.process.returncode is None:
             self._let_run(child)

@@ -135,10 +135,6 @@ class Tracing(trace.Tracer):
         self._provider = provider
         self._collector = collector
 
-    @property
-    def tracer(self) -> trace.Tracer:
-        return self._tracer
-
     def start_span(self, *args: Any, **kwargs: Any) -> trace.Span:
         return self._tracer.start_span(*args, **kwargs)
 
