@@ -173,7 +173,6 @@ class _Download:
         return min(size, max(least, round(rate * LEAST_CLAIM_S), share))
 
     async def _fetch(self, claim: Claim, number: int, rate: float) -> float:
-        """Fetches a claim, or what others leave of it; returns the rate."""
         if claim.at == claim.end:  # others had all of it while it waited for the rate limit
             return rate
         source, began_s = self._downloader.sources.choose(_now()), _now()

@@ -69,7 +69,6 @@ class HostBytes:
         return made
 
     def copy_into(self, other: HostBytes) -> None:
-        """Copies all bytes into those of another version, in one part. Blocking."""
         target = other.parts[0][1]
 
         def copy(piece: tuple[int, Bytes]) -> None:

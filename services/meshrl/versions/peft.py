@@ -30,7 +30,6 @@ EXPERTS = re.compile(r"(?:^|\.)experts\.(gate_up_proj|up_proj|down_proj)$")
 
 
 def tensor_name(layer: str, part: str) -> str:
-    """PEFT's name of matrix "A" or "B" of a layer's adapter."""
     return f"{PREFIX}{layer}.lora_{part}.weight"
 
 

@@ -136,7 +136,6 @@ class VersionStore:
         return None if part is None else part.manifest
 
     def held(self, artifact_id: str) -> VersionBytes:
-        """The bytes of an artifact. Raises UNKNOWN_VERSION."""
         held = self.artifacts.get(artifact_id) or self._parts.get(artifact_id)
         if held is None:
             raise MeshError(Reason.UNKNOWN_VERSION, f"artifact {artifact_id} is unknown or retired")
@@ -169,7 +168,6 @@ class VersionStore:
 
 
 def _has_chain(manifest: Manifest) -> bool:
-    """Whether the version's bytes here are a delta; a broadcast has none here."""
     return manifest.kind is VersionKind.DELTA and manifest.transport is not Transport.NCCL
 
 

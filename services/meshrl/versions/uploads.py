@@ -101,7 +101,6 @@ class Uploader:
             await self._connections.close()
 
     async def peers(self) -> Peers:
-        """Raises UNREACHABLE where the hub is away for `retry_for_s`."""
         attempts = Attempts(self._retry_for_s, left=0)
         while True:
             try:

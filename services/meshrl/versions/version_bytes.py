@@ -166,7 +166,6 @@ class VersionBytes:
     # --- what is here -------------------------------------------------------------------------------
 
     def missing_offsets(self) -> tuple[int, ...]:
-        """Offsets of the chunks that are not here, in order."""
         with self._lock:
             return tuple(self.manifest.chunks[index].offset for index in sorted(self.missing))
 

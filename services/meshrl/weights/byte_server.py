@@ -32,7 +32,6 @@ class ByteServer:
         self._changed.beat()
 
     def close(self) -> None:
-        """Ends fetches that wait for bytes with DRAINING."""
         self._closed = True
         self.changed()
 

@@ -243,7 +243,6 @@ class Hub:
     async def seal_version(
         self, *, run_id: str, epoch: int, version: int, artifact_id: str, traceparent: str
     ) -> VersionInfo:
-        """Checks the bytes of a staged version, then has engines prepare it."""
         record = self.coordinator.line(run_id).sealing(epoch=epoch, version=version, artifact=artifact_id)
         # A repeated call joins the first: bytes are hashed once, and all are answered once the seal is durable.
         sealing = self._sealing.get(artifact_id)

@@ -44,7 +44,6 @@ DRAIN_GRACE_S = 5.0
 
 
 def build_hub(config: WeightsConfig, tracer: trace.Tracer | None = None) -> Hub:
-    """Builds the hub of a configuration; call it on a running event loop."""
     limits = LineLimits(
         keep_versions=config.keep_versions,
         min_engines=config.min_engines,

@@ -50,7 +50,6 @@ class Relay:
         self._fetches: Counter[str] = Counter()  # under way, by artifact
 
     async def start(self) -> None:
-        """Loads the artifacts that an earlier start has left. Raises OSError."""
         folder = self._spool_dir
         live = {each.name for each in folder.iterdir()} if folder.is_dir() else set()
         await asyncio.to_thread(self._store.prepare, live)

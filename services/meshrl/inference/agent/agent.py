@@ -91,8 +91,6 @@ class LineWork:
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """A pause that is held until the hub resumes the gang."""
-
     began_s: float
     line: LineMachine
     report: ApplyReport

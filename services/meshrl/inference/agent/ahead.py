@@ -31,7 +31,6 @@ class VersionAhead:
     """One version at a time comes, that of the newest decision. `begin` once, and `close` in the end."""
 
     def __init__(self, broadcast: WeightBroadcastConfig, spool: Spool) -> None:
-        """`spool` is the engine's."""
         self.spool = spool
         self._hub = WeightSyncClient(broadcast.address)
         self._downloader = Downloader(self._hub, LinkLimits.of(broadcast), broadcast.relays)

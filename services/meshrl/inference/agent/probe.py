@@ -24,8 +24,6 @@ SHARE_OF_SPREAD = 0.5  # of the logprobs' mean distance from their mean: other w
 
 
 class ProbeRule:
-    """The bound of one engine's probes on the versions of one run."""
-
     def __init__(self, bound: float | Literal["auto"] = "auto") -> None:
         self._fixed = None if bound == "auto" else bound
         self._usual: list[float] = []

@@ -316,7 +316,6 @@ class VersionFetcher:
             await asyncio.gather(pulling, using, return_exceptions=True)
 
     async def fetch_delta_file(self, manifest: Manifest) -> HostBytes:
-        """As `fetch_delta`, in a file of the spool."""
         assert self._spool is not None, "engines that patch are other processes"
         return await asyncio.to_thread(self._spool.write, manifest.version, await self.fetch_delta(manifest))
 

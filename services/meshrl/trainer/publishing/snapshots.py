@@ -85,8 +85,6 @@ class PublicationSettings:
 
 
 class Snapshotter:
-    """Captures one rank's weights; `share` publishes its rows."""
-
     def __init__(
         self,
         model: nn.Module,

@@ -88,7 +88,6 @@ class PublishPlan:
         return self.buckets[-1].spans[sender][1] if self.buckets else 0
 
     def _byte_range(self, index: int, sender: int) -> tuple[int, int]:
-        """Bytes [start, end) of a tensor that a sender sends; the first sender sends whole ones."""
         entry, plan = self.tensors[index], self.collective
         if index in plan.whole_tensors or not entry.shape or plan.num_senders == 1:
             return (0, entry.num_bytes) if sender == 0 else (0, 0)

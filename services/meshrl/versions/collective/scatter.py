@@ -38,7 +38,6 @@ class Offer:
 
 
 def write_offer(store: Store, receiver: int, offer: Offer) -> None:
-    """Raises RuntimeError when the store is gone."""
     moves = [
         [move.tensor, move.from_offset, move.shape, move.from_stride]
         for moves in offer.moves.values()
@@ -117,7 +116,6 @@ def _is_whole(plan: PublishPlan, offers: Sequence[Offer]) -> bool:
 
 
 def _pays(plan: PublishPlan, offers: Sequence[Offer]) -> bool:
-    """Whether the busiest rank has fewer bytes than a receiver of a broadcast."""
     sent, received = [0] * plan.collective.num_senders, [0] * len(offers)
     for bucket in plan.buckets:
         for sender in range(len(sent)):

@@ -88,7 +88,6 @@ class BaseRows:
         self._base, self._spare = former, flat
 
     def _digests(self, snapshot: Snapshot) -> Lanes:
-        """(T, 2), made where the rows are."""
         pieces = list(snapshot.plan.pieces(snapshot.sender))
 
         def digest(piece: Piece) -> torch.Tensor:

@@ -105,7 +105,6 @@ def _cheapest(chain: Sequence[VersionBytes], held: int, *, whole: bool) -> list[
 
 
 def _merged(base: Manifest, deltas: Sequence[VersionBytes]) -> VersionBytes:
-    """The delta that `deltas` merge into; made once, then read from the spool."""
     last = deltas[-1]
     folder = last.folder / _JOINED / base.result_root.hex()
     try:
@@ -124,7 +123,6 @@ def _merged(base: Manifest, deltas: Sequence[VersionBytes]) -> VersionBytes:
 
 
 def stored(manifest: Manifest, folder: Path) -> VersionBytes:
-    """A part of a chain, whose bytes are all in a folder."""
     part = VersionBytes(manifest, file=folder / PAYLOAD)
     part.missing.clear()
     return part

@@ -162,7 +162,6 @@ class BroadcastShare:
             return rows.copy() if snapshot.ready is None else rows  # the snapshot's own buffer is used again
 
     def leave(self) -> None:
-        """Ends the group, a send under way included; from any thread."""
         group, self._group = self._group, None
         if group is not None:
             group.abort()
@@ -325,7 +324,6 @@ class BroadcastTransport:
     # --- deltas -----------------------------------------------------------------------------------
 
     async def _encode(self, version: int) -> None:
-        """Has the ranks digest a version, and encode its delta where one is wanted."""
         base = await self._base_of(version)
         answers = await self._call(EncodeRows(version=version, base=None if base is None else base.version))
         tensors, plan = digested(self._plan.tensors, answers), self._plan.collective
@@ -472,7 +470,6 @@ class BroadcastTransport:
         }
 
     async def _send(self, call: SendVersion) -> bool:
-        """Sends a version to the group, once; returns whether all have it."""
         if self._group is None:
             return True
         scattered = self._share.scatters and not call.delta

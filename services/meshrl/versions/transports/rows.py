@@ -50,7 +50,7 @@ class EncodeRows(VersionCall):
 
 
 class WriteDelta(VersionCall):
-    """Write the delta encoded last into a file for rank 0."""
+    """Write the last delta into a file for rank 0."""
 
 
 class SetBase(VersionCall):
@@ -122,7 +122,7 @@ class RowShare(ABC):
 
     @abstractmethod
     def _write(self, snapshot: Snapshot, call: Any) -> Answer:
-        """Carries out a call of the transport's own, for versions in full."""
+        """Carries out a call for versions in full."""
 
     def delta_path(self, share: int) -> Path:
         return self.folder / f"delta-{self.epoch}.{share}"
@@ -138,7 +138,6 @@ def encoded(base: BaseRows, snapshot: Snapshot, call: EncodeRows) -> Answer:
 
 
 def digested(tensors: Sequence[TensorEntry], answers: Sequence[Answer]) -> tuple[TensorEntry, ...]:
-    """The tensors with their digests, from the answers of all shares."""
     lanes = np.zeros((len(tensors), 2), dtype=np.uint64)
     for answer in answers:
         lanes += np.frombuffer(bytes.fromhex(answer["digests"]["lanes"]), dtype="<u8").reshape(-1, 2)
@@ -146,7 +145,6 @@ def digested(tensors: Sequence[TensorEntry], answers: Sequence[Answer]) -> tuple
 
 
 def pays(rule: DeltaRule, version: int, answers: Sequence[Answer], num_bytes: int) -> bool:
-    """Whether a version of `num_bytes` leaves as the delta that all shares have encoded."""
     delta, changed = (sum(int(answer["bytes"][name]) for answer in answers) for name in ("delta", "changed"))
     return rule.pays(version, delta_bytes=delta, changed_bytes=changed, num_bytes=num_bytes)
 

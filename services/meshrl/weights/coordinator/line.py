@@ -100,8 +100,6 @@ class LineLog:
 
 
 class RunLine:
-    """The versions of one run over the engines of a pool, which other lines share."""
-
     def __init__(
         self, run_id: str, *, pool: EnginePool, groups: EngineGroups, log: LineLog, limits: LineLimits
     ) -> None:
@@ -309,7 +307,6 @@ class RunLine:
         return [*actions, *self.next_actions(now_s)]
 
     def close(self) -> list[Action]:
-        """Ends the line: answers its waiters, deletes its bytes and forgets its versions."""
         actions: list[Action] = []
         for record in [*self.records.live]:
             self._log.deciding -= record.deciding

@@ -56,8 +56,6 @@ SERVING = frozenset({AgentState.READY, AgentState.FETCHING, AgentState.PREPARED,
 
 @dataclass(kw_only=True)
 class Attempt:
-    """ActivateVersion calls that wait for a version."""
-
     min_ready: int
     policy: ActivationPolicy
     deadline_s: float
@@ -246,7 +244,6 @@ class VersionRecords(Mapping[Key, VersionRecord]):
             del self._live[record.key]
 
     def newest_decided(self) -> VersionRecord | None:
-        """The version that every engine should serve."""
         return max((r for r in self._live.values() if r.state in DECIDED), key=lambda r: r.key, default=None)
 
     def target_of(self, engine: EngineLine, report: AgentReport) -> VersionRecord | None:
