@@ -148,9 +148,10 @@ async def test_a_run_starts_from_the_weights_of_another_alone(model: str, tmp_pa
 
 
 def near(found: torch.Tensor, wanted: torch.Tensor, name: str) -> bool:
-    """Within 3e-6 of the largest weight if every pass is shared. Muon's step divides by the small singular values of a
-    gradient, which makes more of its last bits: 1.5e-4."""
-    return bool((found - wanted).abs().max() <= (1e-3 if name == "muon" else 1e-5) * wanted.abs().max())
+    """Sums in another order differ in their last bits. AdamW makes more of those of small gradients (6e-6 of the
+    largest weight was seen), and Muon still more (1.5e-4)."""
+    within = {"sgd": 1e-6, "muon": 1e-3}.get(name, 1e-4)
+    return bool((found - wanted).abs().max() <= within * wanted.abs().max())
 
 
 @pytest.fixture
@@ -170,22 +171,17 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 async def test_runs_that_share_passes_become_what_each_becomes_alone_across_a_restart_and_a_deletion(
     model: str, tmp_path: Path, alone: dict[str, torch.Tensor], passes: list[list[str]]
 ) -> None:
-    others, gate = [name for name in RUNS if name != "wide"], threading.Event()
+    others = [name for name in RUNS if name != "wide"]
     async with many_runs(load(model), tmp_path, joining=JOINING) as mesh:
         for name in RUNS:
             await mesh.create(name, SAVING)
-        held = asyncio.create_task(mesh.table.call(gate.wait))  # so that all first batches come at once
-        for name in RUNS:
-            await mesh.submit(name, 1)
-        gate.set()
-        await held
 
         async def delete() -> None:
-            await mesh.train("wide", [2])
+            await mesh.train("wide", [1, 2])
             await mesh.submit("wide", 3)
             await mesh.host.delete("wide")
 
-        await asyncio.gather(delete(), *(mesh.train(name, [2, 3]) for name in others))
+        await asyncio.gather(delete(), *(mesh.train(name, [1, 2, 3]) for name in others))
         assert mesh.error is None
     async with many_runs(load(model), tmp_path, joining=JOINING) as mesh:
         await mesh.host.bring_back()
