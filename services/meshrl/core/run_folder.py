@@ -40,7 +40,7 @@ def empty_folder(output_dir: Path, keep: Sequence[Path] = ()) -> None:
     delete_all_but(folder, (Layout(folder).lock, Layout(folder).credentials))
 
 
-def delete_all_but(folder: Path, kept: Sequence[Path]) -> None:
+def delete_all_but(folder: Path, kept: Sequence[Path] = ()) -> None:
     for entry in folder.iterdir():
         if entry in kept:
             continue

@@ -26,6 +26,7 @@ from pathlib import Path
 from types import FrameType
 
 from meshrl.core.paths import Layout
+from meshrl.core.run_folder import delete_all_but
 from meshrl.launch.demo_report import (
     ReportError,
     curves,
@@ -178,12 +179,7 @@ def empty(folder: Path) -> None:
             f"{folder} holds {', '.join(strangers[:3])}, which no demo made, so it is not emptied; "
             "choose another --output-dir"
         )
-    for name in MADE_HERE:
-        entry = folder / name
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
-        else:
-            entry.unlink(missing_ok=True)
+    delete_all_but(folder)
 
 
 def run(stage: Stage, show: Callable[[str], None]) -> float:

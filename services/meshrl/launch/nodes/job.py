@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import re
 import socket
@@ -16,6 +15,7 @@ from typing import TypedDict
 
 from meshrl.core.config import ConfigError
 from meshrl.core.paths import Layout
+from meshrl.core.rpc.serve import is_loopback
 
 ASK_DEADLINE_S = 60.0
 PROBE_DEADLINE_S = 300.0  # a first import of Python from a cold network disk takes its time
@@ -128,7 +128,7 @@ def _addresses(names: Sequence[str]) -> dict[str, str]:
         except OSError as error:
             raise ConfigError(f"node {name} has no address here ({error}); see NodeAddr in slurm.conf") from error
     own, others = names[0], [str(found[name]) for name in names[1:]]
-    if others and ipaddress.ip_address(found[own]).is_loopback and not ipaddress.ip_address(others[0]).is_loopback:
+    if others and is_loopback(str(found[own])) and not is_loopback(others[0]):
         # /etc/hosts often gives a machine's own name a loopback address: take that on the way to another node.
         with socket.socket(socket.AF_INET6 if ":" in others[0] else socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((others[0], 9))  # which sends nothing
