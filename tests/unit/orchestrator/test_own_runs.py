@@ -13,6 +13,7 @@ from meshrl.client import TrainerClient
 from meshrl.core.config import ConfigError
 from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.orchestrator.main import in_mesh
+from meshrl.orchestrator.peers import connect
 from meshrl.orchestrator.peers.connect import the_run
 from meshrl.sampling.retry import RunError
 from meshrl.v1 import runs_pb2, trainer_pb2
@@ -67,7 +68,10 @@ def test_what_is_left_out_comes_from_the_mesh_that_is_joined(tmp_path: Path) -> 
         in_mesh({"run_id": "a"}, RunFolder(tmp_path / "elsewhere"))
 
 
-async def test_a_run_waits_for_the_trainer_to_take_up_its_folder_and_names_why_it_is_refused(tmp_path: Path) -> None:
+async def test_a_run_waits_for_the_trainer_to_take_up_its_folder_and_names_why_it_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connect, "PLACE_POLL_S", 0.05)
     control = tmp_path / "run_a" / "control"
     control.mkdir(parents=True)
     (control / "orch.toml").touch()

@@ -133,7 +133,7 @@ class DialedInWorker:
         self._heard_s = time.monotonic()
         self._room = 0
         self._environments: tuple[EnvironmentInfo, ...] = ()
-        self._status: RolloutStatus | None = None
+        self._status: RolloutStatus  # of the hello, and of each heartbeat
         self._book: CallBook[pb.CallEvent | MeshError] = CallBook(config.window)
 
     # --- its streams ------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ class DialedInWorker:
             silent_s=self.silent_s,
             calls=len(self._book.calls),
             environments=[info.name for info in self._environments],
-            status=None if self._status is None else convert.to_proto(self._status),
+            status=convert.to_proto(self._status),
             attachments=self.attachments,
             left_out=left_out,
             last_seen_time=Timestamp(seconds=int(time.time() - self.silent_s)),
@@ -263,8 +263,6 @@ class DialedInWorker:
         return self._environments
 
     async def get_status(self, deadline_s: float | None = None) -> RolloutStatus:
-        if self._status is None:
-            raise MeshError(Reason.UNREACHABLE, f"{self.address} has not said what it does")
         return self._status
 
     async def run_rollouts(self, request: RolloutRequest) -> AsyncGenerator[RolloutEvent, None]:
