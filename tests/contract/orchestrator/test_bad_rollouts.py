@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from itertools import cycle
 
 import numpy as np
 import pytest
@@ -52,7 +53,6 @@ BAD = {
     "another_environment": (lambda rollout: replace(rollout, environment="other"), "environment"),
     "another_group": (lambda rollout: replace(rollout, group_id="other"), "group_id"),
     "no_id": (lambda rollout: replace(rollout, rollout_id=""), "rollout_id"),
-    "the_id_of_another": (lambda rollout: replace(rollout, rollout_id=f"of {rollout.group_id}"), "rollout_id"),
 }
 
 
@@ -66,25 +66,33 @@ async def record_two_batches(mesh, start, config: OrchestratorConfig) -> None:
         await asyncio.gather(running, return_exceptions=True)
 
 
-@pytest.mark.parametrize("kind", BAD)
-async def test_a_rollout_that_cannot_be_trained_is_lost_alone(
-    mesh, script, make_config, start, tmp_path, warned, kind
+async def test_rollouts_that_cannot_be_trained_are_lost_alone(
+    mesh, script, make_config, start, tmp_path, warned
 ) -> None:
-    spoil, field = BAD[kind]
-    script.alter = lambda request, place, rollout: spoil(rollout) if place < 2 else rollout
+    kinds = cycle(BAD.values())
+    script.alter = lambda request, place, rollout: next(kinds)[0](rollout) if place < 2 else rollout
     script.reward = lambda request, place: float(place == 2)
+    async with start(make_config(mesh.services, max_steps=5)) as (loop, journal):  # ten groups with two bad ones each
+        await asyncio.wait_for(loop.train(), 60.0)
+        journal.end()
+    found = assert_exact(tmp_path, 5).counts
+    assert (found["trained", ""], found["failed", "BAD_ROLLOUT"] >= 20) == (20, True)
+    assert script.refused_batches == []
+    assert [line["errored_rollouts/echo"] for line in step_records(tmp_path)] == [0.5] * 5
+    said = [text for text in warned if mesh.services.rollout[0] in text and "'echo'" in text]
+    assert [kind for kind, (_, field) in BAD.items() if not any(field in text for text in said)] == []
+
+
+async def test_the_second_rollout_of_an_id_is_lost_alone(mesh, script, make_config, start, tmp_path, warned) -> None:
+    script.alter = lambda request, place, rollout: (
+        replace(rollout, rollout_id=f"of {rollout.group_id}") if place < 2 else rollout
+    )
     async with start(make_config(mesh.services, max_steps=3)) as (loop, journal):
         await asyncio.wait_for(loop.train(), 60.0)
         journal.end()
-    first_is_fine = kind == "the_id_of_another"  # the second of them is one too many
-    found = assert_exact(tmp_path, 3).counts
-    assert found["trained", ""] == 3 * 2 * (3 if first_is_fine else 2)
-    assert found["failed", "BAD_ROLLOUT"] >= 3 * 2 * (1 if first_is_fine else 2)
-    assert script.refused_batches == []
-    assert [line["errored_rollouts/echo"] for line in step_records(tmp_path)] == [0.25 if first_is_fine else 0.5] * 3
-    said = next(text for text in warned if field in text)
-    assert mesh.services.rollout[0] in said
-    assert "'echo'" in said
+    assert assert_exact(tmp_path, 3).counts["trained", ""] == 3 * 2 * 3
+    assert [line["errored_rollouts/echo"] for line in step_records(tmp_path)] == [0.25] * 3
+    assert any("rollout_id must be a UUID of its own" in text for text in warned)
 
 
 def spoil_tokens_of_first(request, place, rollout):
