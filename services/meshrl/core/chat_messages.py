@@ -18,7 +18,7 @@ def normal_message(message: JsonObject) -> dict[str, Any]:
 
     Text parts are joined without a separator; null becomes the empty text. `tool_calls` is left out without calls,
     since templates test for the key. `reasoning` and `reasoning_content` are each given as the other too. Raises
-    ValueError where role or content is missing or of a type that no text model reads.
+    ValueError for a role or content that no text model reads.
     """
     normal = dict(message)
     role = normal.get("role")

@@ -51,7 +51,7 @@ def append_whole(file: FileIO, content: bytes) -> None:
 
 
 def flush(path: Path) -> None:
-    """Of a folder: its names."""
+    """A file's content, or the names in a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,5 @@
 """The console scripts: each prepares the process before the imports, which take seconds, and calls a program's main.
-
-Until the program runs, Ctrl-C ends it at once without a traceback; then `meshrl.core.program.run` drains it.
-"""
+Meanwhile Ctrl-C ends it without a traceback."""
 
 from __future__ import annotations
 

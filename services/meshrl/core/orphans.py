@@ -1,10 +1,10 @@
 """Ends processes whose parent or peer is gone, and removes their files.
 
-Ranks and processes of `multiprocessing` watch their peers and parent themselves. Others are ended by a guardian, a
-process beside their starter: this file run as a script, with the standard library alone, `orphans.py GRACE_S LOCK_FILE
-MARK FOLDER...`. It reads from stdin `+PID` when a process group has been started, `-PID` when it is gone. At the end of
-stdin every group left is asked to end and killed after the grace. Then processes with MARK in their environment are
-killed, and the folders removed, unless another process has LOCK_FILE locked.
+Ranks and processes of `multiprocessing` watch their peers and parent themselves. Others are ended by a guardian beside
+their starter: this file as a script, with the standard library alone, `orphans.py GRACE_S LOCK_FILE MARK FOLDER...`. It
+reads from stdin `+PID` for a process group that was started, `-PID` for one that is gone. At the end of stdin groups
+that are left are asked to end and killed after the grace, processes with MARK in their environment killed, and the
+folders removed, unless another process has LOCK_FILE locked.
 """
 
 from __future__ import annotations

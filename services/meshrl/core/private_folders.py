@@ -1,7 +1,7 @@
 """Who may read what a run writes: its own user alone, unless `readable_by` allows others.
 
-In output_dir the umask decides. A folder in /dev/shm or /tmp has a name that others cannot guess, mode 0700 and this
-process's owner; another's folder, or a link, is refused. All calls block and raise OSError.
+In output_dir the umask decides. A folder in /dev/shm or /tmp has a name that others cannot guess and mode 0700;
+another's folder, or a link, is refused. All calls block and raise OSError.
 """
 
 from __future__ import annotations

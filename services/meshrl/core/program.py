@@ -1,6 +1,6 @@
 """One main for all programs: logging, tracing, signals, the event loop, and exit codes.
-Exit codes: 0 for work done or a requested stop, 2 for a configuration that is not allowed, 1 for any other failure, 128
-plus the signal's number after a second signal.
+Exit codes: 0 for work done or a requested stop, 2 for a wrong configuration, 1 for any other failure, 128 plus its
+number after a second signal.
 """
 
 from __future__ import annotations

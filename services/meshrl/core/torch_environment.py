@@ -27,7 +27,7 @@ def wait_briefly(environment: MutableMapping[str, str]) -> None:
 
 
 def grow_segments(environment: MutableMapping[str, str]) -> None:
-    """Lets torch's allocator grow its GPU memory, unless `environment` sets how it allocates. Rows differ in length,
-    and blocks of one length leave gaps: 4.9 of 84 GiB when a 4B model ran out of memory beside an engine on an H200."""
+    """Lets torch's allocator grow its GPU memory, unless `environment` sets how it allocates. Blocks for rows of one
+    length leave gaps: 4.9 of 84 GiB when a 4B model ran out of memory beside an engine on an H200."""
     if "PYTORCH_ALLOC_CONF" not in environment:
         environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")

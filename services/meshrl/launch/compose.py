@@ -76,8 +76,8 @@ def compose(
     """The programs of a run, servers first; `free_port(host)` gives a port for every server that has none.
 
     A service in orchestrator.services has no part, and the others get its address. `session` names this launch, by
-    which a restarted program goes on. `gpus` may be used; over several nodes `placement` has each program's. Raises
-    ConfigError when there are too few GPUs.
+    which a restarted program goes on. Over several nodes `placement` replaces `gpus`. Raises ConfigError when there are
+    too few GPUs.
     """
     running = config.orchestrator.services
     weights = _with_port(_own_keys(WeightsConfig, config.weights, {"transport": True}), free_port)
@@ -249,7 +249,7 @@ class _Composition:
         )
 
     def deadlines(self, given: DeadlinesConfig, trainer_held_s: float) -> dict[str, object]:
-        """Where it names none itself."""
+        """An orchestrator's waits, where it names none itself."""
         config, hub_deadline_s = self.config, self.config.trainer.hub_deadline_s
         values: dict[str, object] = {}
         if "startup_s" not in given.model_fields_set:

@@ -1,8 +1,8 @@
 """Makes the credentials of a run, so that its programs accept calls from each other only.
 
-On one host `rl` makes a token for each role in output_dir/credentials, of which servers hold hashes (trust.sqlite), and
-an API key for the engines. A run over several nodes gets a certificate authority, for `nodes.certificates`. Where the
-configuration or the environment names credentials, none are made.
+On one host these are a token for each role, of which servers hold hashes (trust.sqlite), and an API key for the
+engines; over several nodes a certificate authority, for `nodes.certificates`. Where the configuration or the
+environment names credentials, none are made.
 """
 
 from __future__ import annotations

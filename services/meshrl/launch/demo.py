@@ -3,8 +3,8 @@
     python -m meshrl.launch.demo [--runs] [--engine embedded|vllm] [--seed N] [--max-async-level N] [--max-steps N]
                                  [--output-dir FOLDER]
 
-It calls the programs that a user would call, with the files of configs/reverse_text, or with --runs (`make demo-runs`)
-those of configs/three_runs: three adapters of one model in one mesh.
+It calls the programs with the files of configs/reverse_text, or with --runs (`make demo-runs`) those of
+configs/three_runs: three adapters of one model in one mesh.
 """
 
 from __future__ import annotations

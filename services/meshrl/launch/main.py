@@ -173,8 +173,8 @@ def checked(
     folder_in_use: bool = False,
     is_new: bool = False,
 ) -> tuple[tuple[Part, ...], list[Finding], CheckBeside | None]:
-    """The parts of a run that can start, the findings, and the check of environments if it is left for later, for which
-    the folder must be new, so that its files can be deleted again. Raises ConfigError with all problems."""
+    """The parts that can start, the findings, and the check of environments if it is left for later: in a new folder,
+    whose files can be deleted again. Raises ConfigError with all problems."""
     gpus = visible(os.environ)
     parts: tuple[Part, ...] = ()
     findings = []

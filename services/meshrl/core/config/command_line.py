@@ -1,7 +1,7 @@
 """Reads a command line: `@ file.toml`, `--section @ file.toml`, dotted kebab-case flags; no I/O.
 
-That of pydantic-settings, tried over the 627 keys of `rl`, takes 0.45 to 1.1 s a start (this one 0.09 s), prints 164 KB
-of help, stops at the first unknown flag, and knows no places of lists, lists with spaces, `--no-section` or `None`.
+That of pydantic-settings takes 0.45 to 1.1 s a start of `rl` (this one 0.09 s), stops at the first unknown flag, and
+knows no places of lists, lists with spaces, `--no-section` or `None`.
 """
 
 from __future__ import annotations

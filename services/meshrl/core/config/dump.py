@@ -16,8 +16,8 @@ from meshrl.core.durable import write_file
 
 
 def dump_toml(config: BaseConfig, path: Path) -> None:
-    """Writes every key but secrets, None as "None", in place of an older file. Only its owner may read it, since tables
-    of free arguments may hold secrets. Blocking."""
+    """Writes every key but secrets, None as "None". Only the file's owner may read it, since free arguments may hold
+    secrets. Blocking."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_file(path, to_toml(config), mode=0o600)
 

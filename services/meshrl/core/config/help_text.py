@@ -47,7 +47,7 @@ def help_text(section: type[BaseConfig], prog: str, *, every_key: bool) -> str:
 
 def _entries(section: Section, path: Path, own: object) -> Iterator[tuple[Path, str]]:
     """Path and text of each key, then of the sections below, each with a title whose path is (). `own` is the section's
-    default where it is on. It may set defaults of its keys."""
+    default, which may set those of its keys."""
     below: list[tuple[str, Section, Path, object]] = []
     for name, field in section.model_fields.items():
         kind, here = kind_of(field.annotation), (*path, name)

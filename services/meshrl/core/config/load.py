@@ -32,10 +32,9 @@ def load_config(
     instead: Callable[[Config, bool], str | None] | None = None,
     spellings: Spellings | None = None,
 ) -> Config:
-    """The configuration that the command line asks for; `argv` is without the program's name, None takes sys.argv.
-
-    `instead` gets the configuration and whether this is a dry run. It returns a message that ends the process with code
-    0, or None to let the program run. `spellings` are taken beside the configuration's own.
+    """`argv` is without the program's name. `instead` gets the configuration and whether this is a dry run, and returns
+    a message that ends the process with code 0, or None to let the program run. `spellings` are taken beside the
+    configuration's own.
 
     Ends the process with code 0 after --help, with code 2 and one message on stderr when the configuration is wrong.
     """

@@ -1,8 +1,8 @@
 """Finds a program's credentials, and renews its certificate; mains are wrapped by `as_member`.
 
 Credentials are those of `tls.*` and the MESHRL_TLS_ variables, else a certificate that the program issues itself by the
-run's authority in output_dir (`meshrl run init`), else none. They are put into the MESHRL_TLS_ variables, which
-servers, clients and started processes read.
+run's authority in output_dir (`meshrl run init`), else none. Servers, clients and started processes find them in the
+variables.
 """
 
 from __future__ import annotations

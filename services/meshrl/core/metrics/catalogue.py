@@ -1,4 +1,4 @@
-"""The catalogue of metrics: each is declared once, and records are made through it; the declarations are in `names`.
+"""The catalogue of metrics, which `names` declares; records are made through it.
 
 A record is filled by one program (sft), or by two (the orchestrator adds the trainer's metrics of a step).
 """
@@ -24,11 +24,8 @@ class UndeclaredMetricError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """One metric, or one for each value of the `{placeholders}` in its name, as `reward/{scope}`.
-
-    With `statistics` it has a name for each, such as `{name}/mean`. `sent_as` is its name in the trainer's event of a
-    step.
-    """
+    """One metric, or one for each value of the `{placeholders}` in its name, and for each of its statistics, such as
+    `{name}/mean`. `sent_as` is its name in the trainer's event of a step."""
 
     name: str
     unit: str

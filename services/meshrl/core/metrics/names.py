@@ -1,7 +1,5 @@
-"""Every metric that a record of a run may hold: its name, its unit, its meaning and the program that fills it.
-
-`{scope}` is "all" or the name of an environment. A name that is changed here is changed for every user.
-"""
+"""Every metric that a record of a run may hold. `{scope}` is "all" or the name of an environment. A change of a name
+reaches every user."""
 
 from __future__ import annotations
 

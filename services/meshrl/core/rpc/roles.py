@@ -1,8 +1,7 @@
 """Which role may call which RPC, and which runs a caller may name in it, by proto/.
 
-The option `allowed_roles` lists the roles of each RPC; one without it admits no member. Health and reflection are open.
-A request names runs in its fields `run_id`, also those of messages inside it. Lists in answers to a credential with
-patterns of runs hold only the entries of those runs.
+The option `allowed_roles` lists the roles of each RPC; one without it admits no member. Requests name runs in fields
+`run_id`, also of messages inside them. Answers to a credential with patterns of runs list only those runs.
 """
 
 from __future__ import annotations

@@ -47,8 +47,7 @@ class GrpcServer:
     """One server with health per service, reflection and the mesh's call interceptor.
 
     Order of use: `add` each service, `start`, `set_serving` when warm, `drain`; created on the event loop that runs it.
-    Raises ConfigError for credentials that cannot be used, and as `check_bind`. Default credentials are those of the
-    MESHRL_TLS_ variables.
+    Raises ConfigError for credentials, by default of the MESHRL_TLS_ variables, and as `check_bind`.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Starts a program's watch and serves its metrics to Prometheus at GET /metrics, where `log.metrics_port` is set.
 
-A thread serves them, also while the event loop is stuck: process, waits and event loop; at the orchestrator also the
-last record. `metrics_targets/PROGRAM.json` has the address, in the form of Prometheus' file_sd_configs.
+A thread serves them, also while the event loop is stuck. `metrics_targets/PROGRAM.json` has the address, in the form of
+Prometheus' file_sd_configs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The folders of a run's logs: one for each start, `logs/attempt_N`; `logs/latest` is a link to the newest.
 
 The documents' paths (`logs/trainer.log`, `logs/envs/...`) are links through `latest`, relative so that a copied folder
-keeps them. The start of a run begins an attempt; programs that are started alone write to the newest one, each time to
-a file of their own: `eval.log`, then `eval.2.log`.
+keeps them. Programs that are started alone write to the newest attempt, each time to a file of their own: `eval.log`,
+then `eval.2.log`.
 
     python -m meshrl.core.telemetry.log_folder OUTPUT_DIR FOLDER
 

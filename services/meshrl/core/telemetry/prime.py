@@ -1,8 +1,4 @@
-"""Shows a run on the Prime Intellect platform: registers it, sends metrics, samples, distributions and its end.
-
-Calls are POST external-runs, metrics, distributions, samples/presign and samples/confirm, and PUT
-external-runs/RUN/status.
-"""
+"""Shows a run on the Prime Intellect platform: registers it, sends metrics, samples, distributions and its end."""
 
 from __future__ import annotations
 

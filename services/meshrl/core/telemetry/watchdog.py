@@ -1,8 +1,8 @@
 """Watches one program's waits and event loop from a thread of its own.
 
 Every two seconds it writes `state/PROGRAM.json` in the run's folder. An overdue wait is logged with the chain of which
-program waits for which, and again when it has lasted twice as long. A program that is gone, stopped or stuck is
-reported at once by its waiters and by the orchestrator. A late event loop is logged once a minute at most.
+program waits for which, and again after twice as long. A program that is gone, stopped or stuck is reported by its
+waiters and the orchestrator, a late event loop once a minute at most.
 """
 
 from __future__ import annotations

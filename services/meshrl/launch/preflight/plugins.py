@@ -1,7 +1,7 @@
 """Can environments and functions of the user's own be imported, and do their options fit?
 
-Their modules are imported in a process of its own, since that brings verifiers or torch, and a module may print, fail
-or exit as it likes. A dry run also loads the tasks of every environment; before a run the rollout program does that.
+A process of its own imports them, since that brings verifiers or torch, and a module may print, fail or exit as it
+likes. A dry run also loads the tasks of every environment.
 """
 
 from __future__ import annotations
