@@ -1,7 +1,7 @@
 """The adapters that an engine serves: which version each run's requests get, and when an older one is unloaded.
 
-A version is added beside the served ones, and new requests get it once it is `serve`d; requests in flight stay on
-theirs, which is unloaded when the last of them ends. No I/O.
+New requests get a version once it is `serve`d; requests in flight stay on theirs, which is unloaded when the last of
+them ends. No I/O.
 """
 
 from __future__ import annotations

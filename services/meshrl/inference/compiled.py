@@ -1,8 +1,7 @@
 """Code that vLLM compiles as it starts, in a folder for each key, brought from the weight hub if it is missing.
 
-The key covers everything that decides the code: releases, GPU, model and options. vLLM runs it, so it comes only from a
-hub that the run's authority vouches for, as regular files below the folder. With any fault of an archive the engine
-compiles by itself.
+The key covers releases, GPU, model and options. vLLM runs the code, so it comes only from a hub that the run's
+authority vouches for, as regular files below the folder. With any fault of an archive the engine compiles by itself.
 """
 
 from __future__ import annotations

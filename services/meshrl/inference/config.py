@@ -85,9 +85,9 @@ class InferenceConfig(BaseConfig):
     """Longest sequence in tokens, prompt and completion together."""
 
     max_num_seqs: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Most sequences decoded at once. auto: vLLM on a GPU takes as many as its KV cache holds for model, context and
-    GPU, up to 1024, on a CPU 64; the embedded engine, whose KV cache has a slot of max_model_len tokens for each, 128.
-    The log has the number and the reason."""
+    """Most sequences decoded at once. auto: vLLM on a GPU takes as many as its KV cache holds for model and context, up
+    to 1024, on a CPU 64; the embedded engine, whose KV cache has a slot of max_model_len tokens for each, 128. The log
+    has the number and the reason."""
 
     max_num_batched_tokens: int | None = Field(default=None, ge=1)
     """Most tokens computed in one step; longer prompts take several. None means 8192 for vLLM on a GPU of 70 GiB and
@@ -152,7 +152,7 @@ class InferenceConfig(BaseConfig):
 
     share_compiled: bool = False
     """vLLM on a GPU: share what it compiles at its start through the weight hub with engines of the same model, options
-    and GPU. They run it as code: only where all engine hosts of the run trust each other, and only by a hub whose
+    and GPU. They run it as code: only where all engine hosts of the run trust each other, and by a hub whose
     certificate the run's authority vouches for."""
 
     lora_rank: int | None = Field(default=None, ge=1, le=512)
@@ -178,7 +178,7 @@ class InferenceConfig(BaseConfig):
 
     sleep_while_training: bool = False
     """vLLM on a GPU that the trainer shares, at max_async_level 0: while the trainer trains, weights go to host memory
-    and the KV cache is dropped; the next version or request takes the memory again. `rl` then has the trainer give its
+    and the KV cache is dropped; the next version or request takes the memory again. `rl` has the trainer give its
     cached memory back after each step."""
 
     torch_threads: int | None = Field(default=None, ge=1)

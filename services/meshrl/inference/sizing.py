@@ -111,8 +111,7 @@ def graph_sizes(slots: int) -> list[int]:
     """The batch sizes of CUDA graphs, in order, up to all slots: no batch of more than 64 sequences runs as one that is
     an eighth larger.
 
-    Without a graph a batch's kernels are launched one by one, which takes longer than they run. vLLM's own list ends at
-    512.
+    Without a graph launching a batch's kernels takes longer than running them. vLLM's own list ends at 512.
     """
     grid = (1, 2, 4, *range(8, 128, 8), *range(128, 256, 16), *range(256, 512, 32), *range(512, slots, 64))
     return [*(size for size in grid if size < slots), slots]

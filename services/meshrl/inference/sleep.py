@@ -1,7 +1,6 @@
 """Puts an engine without work to sleep, which gives its GPU memory back, and wakes it when it is needed.
 
-The agent or an admin route asks for sleep; the next request or version ends it. After a failure the state of the memory
-is unknown: nothing is tried again, and the engine stays unfit.
+After a failure the state of the memory is unknown: nothing is tried again, and the engine stays unfit.
 """
 
 from __future__ import annotations

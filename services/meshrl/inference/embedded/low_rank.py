@@ -2,8 +2,8 @@
 
 y_t = W x_t + (lora_alpha / rank) B_a A_a x_t for a token t of a request with adapter a (arXiv 2106.09685)
 
-The products are computed as the trainer computes them. Experts have merged weights of their own for each adapter, with
-which its tokens go through them. Shapes: N tokens of a pass, R rank, I inputs, O outputs.
+As the trainer computes them. Experts have merged weights for each adapter, with which its tokens go through them.
+Shapes: N tokens of a pass, R rank, I inputs, O outputs.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Runs one step of the model: takes what the slot table planned, returns a sampled token for each decoding row.
 
-Each request owns a counter-based stream of uniforms: the n-th is a hash of (seed, n), so a request's draws depend on
-its seed and its own distribution alone. A uniform becomes a token by inverting the cumulative distribution.
-
-Shapes: R decoding rows, T tokens of the step (rows first, then prompt pieces), V vocabulary, K alternatives, B rows
-that are sampled, C rows with some cut.
+Each request owns a counter-based stream of uniforms: the n-th is a hash of (seed, n), so its draws depend on its seed
+and its own distribution alone. Shapes: R decoding rows, T tokens of the step (rows first, then prompt pieces), V
+vocabulary, K alternatives, B rows that are sampled, C rows with some cut.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The thread of the embedded engine: steps the model, and between two steps takes requests and commands.
 
-It empties an inbox before each step; a step's results go back to the event loop in one call. If a step fails the thread
-ends, and every request and command, whenever it comes, is answered with that error.
+A step's results go back to the event loop in one call. If a step fails the thread ends, and every request and command,
+whenever it comes, is answered with that error.
 """
 
 from __future__ import annotations

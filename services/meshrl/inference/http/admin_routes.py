@@ -1,7 +1,7 @@
 """Routes that change an engine: pausing it, putting it to sleep, loading weights by hand, joining a group by hand.
 
-Most are for an engine under a trainer of its own; a hub calls /follow_hub. A hub's agent undoes weights loaded by hand
-as soon as it notices, and a group joined by hand replaces the hub's until the next one is opened.
+A hub calls /follow_hub; the others are for an engine under a trainer of its own. A hub's agent undoes weights loaded by
+hand as soon as it notices, and a group joined by hand replaces the hub's until the next one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """POST /v1/chat/completions and /v1/completions: OpenAI's request formats for the same engine, whole or as a stream.
 
-Beyond OpenAI's fields a choice carries `version_spans` and `prompt_version` (see `token_route`), and `token_ids` when
-the request has `return_token_ids`. If the model's renderer is known, a chat message has its `reasoning_content` and
-`tool_calls` apart; a stream has them so only with tools, in its last piece.
+A choice also carries `version_spans` and `prompt_version` (see `token_route`), and `token_ids` on request. If the
+model's renderer is known, a chat message has its `reasoning_content` and `tool_calls` apart; a stream only with tools,
+in its last piece.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The treatment of every request key of OpenAI's and vLLM's APIs: honoured, neutral, or refused with a 400.
 
-`schemas` reads the honoured keys and checks all others against this table, of which docs/requests.md is made. A request
-that is answered with 200 was sampled as it asked: a key that would change that is never passed over.
+`schemas` reads the honoured keys and checks all others against this table, of which docs/requests.md is made. A key
+that would change the samples is never passed over.
 """
 
 from __future__ import annotations

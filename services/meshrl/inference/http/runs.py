@@ -1,7 +1,7 @@
 """Runs the completions of one HTTP request on the engine: checks its keys, keeps its deadline, joins their chunks.
 
 Routes read the keys that have a field in their body; `request_keys` decides about all others. A key of no known API is
-refused in `sampling_params`, and logged on the text routes, whose clients send more than an engine needs.
+refused in `sampling_params`, and logged on the text routes, whose clients send more.
 """
 
 from __future__ import annotations

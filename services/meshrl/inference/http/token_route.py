@@ -1,13 +1,10 @@
 """POST /inference/v1/generate: token ids in, sampled token ids with logprobs and version spans out.
 
 The wire is vLLM's, as `renderers` reads it, with four more fields in each choice: `version_spans` [[start, end,
-version],...], `prompt_version` (the oldest version that computed a part of the prompt's KV cache, since weights may
-change before the first token), `completion_logprobs` (packed as base64 float32) and, on request
-(`extra_args.raw_logprobs`), `raw_logprobs`.
-
-A client that sends `Accept: application/x-meshrl-completion` gets a completion frame (see
-`meshrl.wire.completion_frame`), which costs no work per token. Streams, alternatives and prompt logprobs are answered
-in JSON all the same.
+version],...], `prompt_version` (the oldest version that computed a part of the prompt's KV cache),
+`completion_logprobs` (packed as base64 float32) and, on request (`extra_args.raw_logprobs`), `raw_logprobs`. A client
+that sends `Accept: application/x-meshrl-completion` gets a completion frame (see `meshrl.wire.completion_frame`), which
+costs no work per token, unless it asks for a stream, alternatives or prompt logprobs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Tokenizers for prompts: several at work at once, each for a bounded time.
 
-Encoding changes a tokenizer's state, so every prompt at work has a copy and a thread of its own. The thread of a prompt
-that takes too long gets an exception at the next Python instruction; a call into a compiled tokenizer goes on to its
-end, which the bound on a prompt's bytes keeps near.
+Encoding changes a tokenizer's state, so every prompt at work has a copy and a thread of its own. The thread of one that
+takes too long gets an exception at the next Python instruction; a call into a compiled tokenizer goes on to its end.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ AnswerT = TypeVar("AnswerT")
 LOOK_S = (0.001, 15.0)
 """Seconds between two looks at the workers' job: the first look is once one of them has ended.
 
-vLLM's workers spin on sched_yield for a second after every call. Calls in quick succession would take a core for each
-worker as long as a job waits, and Linux 6.18 gave other programs nothing for up to 30 s beside such loops.
+vLLM's workers spin on sched_yield for a second after every call: quick looks would take a core for each worker, and
+Linux 6.18 gave other programs nothing for up to 30 s beside such loops.
 """
 RPC_DEADLINE_S = 60.0
 

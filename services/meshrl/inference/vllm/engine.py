@@ -1,11 +1,10 @@
 """The vLLM engine: vLLM's async front end as an `Engine`, in the process that serves HTTP.
 
-Requests go to vLLM's engine process as token ids and come back whole (see `whole_completions`), unless they stream.
-Weights go to its workers: staged on a thread beside the running model, copied over between two steps (see `worker`). A
-version has its own prefix-cache salt, so no version reads another's blocks.
+Requests go to vLLM's engine process as token ids and come back whole (see `whole_completions`), unless they stream;
+weights go to its workers (see `worker`). A version has its own prefix-cache salt, so none reads another's blocks.
 
 Asleep (vLLM's sleep mode, level 1), its scheduler is paused and only a copy of the weights on the host is left. Waking
-ends that pause, which the scheduler counts like any other; with no request in flight it is no version's boundary.
+ends that pause, which the scheduler counts like any other.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reads safetensors files onto a vLLM worker's device, a few hundred MiB at a time, through pinned memory for a GPU.
 
-A memory-mapped tensor is copied to a GPU at the speed of pageable memory, a fifth of the link's. Here several threads
-read the file into one pinned buffer while the other is on its way to the device.
+A memory-mapped tensor is copied to a GPU at a fifth of the link's speed. Here several threads read the file into one
+pinned buffer while the other is on its way.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """vLLM's GPU worker: the room of a second copy of the weights is taken before the KV cache's.
 
 vLLM gives its KV cache all of the configured share that weights and activations leave. Here the shadow exists when it
-measures, and counts with all memory that this process holds on the device, whichever library took it.
+measures, and all memory that this process holds on the device counts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Hides the differences between the supported releases of vLLM; no other module asks which one is installed.
 
-vLLM is imported here and in its neighbours only, once a vLLM engine was asked for. What is replaced inside vLLM is
-replaced by `replace`, beside the reason for it; 0.26 and 0.32 were run with all of it.
+vLLM is imported here and in its neighbours only, once a vLLM engine was asked for. `replace` replaces parts of vLLM,
+beside the reason for it; 0.26 and 0.32 were run with all of it.
 """
 
 from __future__ import annotations

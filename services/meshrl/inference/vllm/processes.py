@@ -1,8 +1,8 @@
 """Starts vLLM's processes out of a fork server, which imports vLLM while this program does.
 
-vLLM would start a new interpreter for each, one after the other, which imports torch and vLLM again: some 14 s on a GPU
-machine. The fork server never touches a GPU, and its imports start no thread that a fork would lack. On a CPU, where
-vLLM binds threads as an interpreter starts, there is none. Imports neither torch nor vLLM.
+vLLM would start a new interpreter for each, one after the other: some 14 s on a GPU machine. The fork server never
+touches a GPU, and its imports start no thread that a fork would lack. On a CPU, where vLLM binds threads as an
+interpreter starts, there is none. Imports neither torch nor vLLM.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The shadow of a vLLM worker's weights: filled while the engine generates, copied over the live ones in a pause.
 
-It is a second instance of the same model with storage for its parameters alone, which vLLM's own loading fills. If
-kernels keep weights in a packed form (CPUs), it is the checkpoint's tensors, which are loaded in the pause.
+It is a second instance of the same model with storage for its parameters alone, which vLLM's own loading fills; or, if
+kernels keep weights in a packed form (CPUs), the checkpoint's tensors, which are loaded in the pause.
 
-Some layers rearrange their weights within the same shape once they are loaded; mixtures of experts do on some GPUs.
+Some layers rearrange their weights within the same shape once they are loaded, as mixtures of experts do on some GPUs.
 That cannot be seen, so with such layers a shadow first has to make the live weights out of their checkpoint.
 """
 

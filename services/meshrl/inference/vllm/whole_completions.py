@@ -1,8 +1,8 @@
 """vLLM's schedulers, with completions handed over whole: runs in vLLM's engine process, named by `scheduler_cls`.
 
-vLLM sends every token of every request to the front end at once, with its logprobs as small arrays, over which the
-front end then walks. Here a request that wants its answer in one piece leaves in one message. The scheduler also notes
-at how many tokens generation was resumed after a pause, where one weight version ends and the next begins.
+vLLM sends every token of every request to the front end at once, with its logprobs as small arrays. Here a request that
+wants its answer in one piece leaves in one message. The scheduler also notes at how many tokens generation was resumed
+after a pause, where one weight version ends and the next begins.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ class UnfinishedRequest:
 def answer_without_blocks(manager: KVCacheManager) -> None:
     """Has a manager of one kind of blocks answer at once if a running request needs no new block and fills none.
 
-    That is so for 15 of 16 sampled tokens, for which vLLM's search takes a third of a scheduler's time: with a small
-    model and 1,000 requests the scheduler takes longer than the GPU. A step of 512 requests fell from 8.9 to 5.45 ms of
-    a CPU (tests/support/scheduler_pair.py, which holds every decision against vLLM's own, too).
+    That is so for 15 of 16 sampled tokens, for which vLLM's search takes a third of a scheduler's time: a step of 512
+    requests fell from 8.9 to 5.45 ms of a CPU (tests/support/scheduler_pair.py, which holds every decision against
+    vLLM's own, too).
     """
     kinds = manager.coordinator.single_type_managers
     kind = kinds[0]

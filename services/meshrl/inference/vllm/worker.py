@@ -1,7 +1,7 @@
 """What vLLM's workers do for weight versions: stage, receive, apply. `worker_extension_cls` mixes it into the worker.
 
-Every method is called between two steps of the engine and returns soon; long work runs on a thread, whose outcome the
-engine asks for. All names begin with `meshrl_`, since the class shares its namespace with the worker's own.
+Every method is called between two steps of the engine and returns soon; long work runs on a thread. All names begin
+with `meshrl_`, since the class shares its namespace with the worker's own.
 """
 
 from __future__ import annotations
