@@ -23,6 +23,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "embedded": {"kv_cache_bytes": 2**28, "torch_threads": 1},
     "vllm": {"enforce_eager": True, "torch_threads": 1, "kv_cache_bytes": 2**27},
 }
+RENDERER = {"name": "default", "tool_parser": "qwen3"}
 
 
 def kind_of(
@@ -44,7 +45,7 @@ def kind_of(
         device=DEVICE,
         family=family,
         module=module,
-        config={**CONFIGS[name], **config},
+        config={**CONFIGS[name], "renderer": RENDERER, **config},
         broadcast=broadcast or {},
         clear_margin=1e-3 if exact else 0.1,
         # transformers itself is this far from float32 in bfloat16, at a temperature of 0.7

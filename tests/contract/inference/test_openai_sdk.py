@@ -64,6 +64,14 @@ async def test_a_streamed_completion_is_the_whole_one(mesh: EngineMesh, sdk: Asy
     assert found == pytest.approx(expected.token_logprobs, abs=mesh.kind.logprob_atol)
 
 
+async def test_the_configured_renderer_takes_tools(sdk: AsyncOpenAI) -> None:
+    tool: Any = {"type": "function", "function": {"name": "find", "parameters": {}}}
+    asked: dict[str, Any] = {**ASKED, "messages": [{"role": "user", "content": "abc"}], "tools": [tool]}
+    answer = await sdk.chat.completions.create(**asked)
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 30
+
+
 async def test_its_errors_are_those_of_what_is_not_served(sdk: AsyncOpenAI) -> None:
     image = [{"type": "image_url", "image_url": {"url": "https://a/b.png"}}]
     with pytest.raises(BadRequestError, match="image_url"):
