@@ -57,7 +57,7 @@ async def test_template_of_a_trusted_request_is_used(serve: Start) -> None:
 
 
 async def test_endless_templates_are_ended_and_the_routes_go_on(serve: Start) -> None:
-    client = await serve(trust_request_chat_template=True, encode_limit_s=0.3, workers=2)
+    client = await serve(trust_request_chat_template=True, encode_limit_s=0.3)
     bad = {"messages": MESSAGES, "chat_template": ENDLESS}
     for status, message in await asyncio.gather(*(post(client, CHAT, bad) for _ in range(6))):
         assert status == 400

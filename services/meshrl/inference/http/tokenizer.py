@@ -35,7 +35,7 @@ class TextCodec:
     `trust_request_chat_template`."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, *, max_prompt_bytes: int = MAX_PROMPT_BYTES, workers: int = WORKERS,
+        self, tokenizer: PreTrainedTokenizerBase, *, max_prompt_bytes: int = MAX_PROMPT_BYTES,
         encode_limit_s: float = ENCODE_LIMIT_S, trust_request_chat_template: bool = False,
         replies: ChatReplies | None = None,
     ) -> None:  # fmt: skip
@@ -44,7 +44,7 @@ class TextCodec:
         self.replies = replies
         self._max_prompt_bytes = max_prompt_bytes
         self._trust_request_chat_template = trust_request_chat_template
-        self._pool = TokenizerPool(tokenizer, workers=workers, limit_s=encode_limit_s)
+        self._pool = TokenizerPool(tokenizer, workers=WORKERS, limit_s=encode_limit_s)
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
