@@ -6,8 +6,8 @@ piece of the tokens at a time, so that a row's float32 logits are never there at
     log p = z_target - lse,   entropy = lse - sum_v p_v z_v,   z = logits / temperature
     d log p / d z_v = [v is target] - p_v
 
-It keeps d log p / d hidden for a head that is not trained, d log p / d z in the hidden states' dtype where a row's have
-room, and otherwise the log-sum-exp alone; then the backward pass makes logits again.
+It keeps d log p / d hidden for a head that is not trained, and d log p / d z in the hidden states' dtype where a row's
+have room. Otherwise it keeps the log-sum-exp alone, and the backward pass makes logits again.
 
 Shapes: T tokens of a row, N predicted tokens (those that a loss looks at), V vocabulary, E hidden size,
 K candidates of a token, P tokens of a piece, J targets of a token.

@@ -13,8 +13,9 @@ query and key-value heads:
     attention  h + q                      its input and attention's output
     full       h                          its input
 
-and all of it while it is computed again. i is the sum over a token's experts, and a mean where layers differ. Measured
-peaks (Qwen3 0.6B and 4B on an H200, 16k and 64k tokens) are within 10%, for which RESERVE leaves room.
+and one block at a time, while it is computed again, as much as with none. i is the sum over a token's experts, and a
+mean where layers differ. Measured peaks (Qwen3 0.6B and 4B on an H200, 16k and 64k tokens) are within 10%, for which
+RESERVE leaves room.
 """
 
 from __future__ import annotations
