@@ -82,11 +82,11 @@ class AdapterSet:
 
     def __init__(
         self, layers: Mapping[str, AdapterHolder], chosen: Mapping[str, AdapterHolder], scale: AdapterScale,
-        *, device: torch.device,
+        *, device: torch.device, saved: Mapping[str, nn.Parameter] | None = None,
     ) -> None:  # fmt: skip
-        """`layers` are all that sets may adapt; `chosen` are those of this set."""
+        """`layers` are all that sets may adapt, `chosen` those of this set; `saved` is trained whole beside them."""
         self.scale = scale
-        self.layers = dict(layers)
+        self.layers, self.saved = dict(layers), dict(saved or {})
         shapes = {name: layer.shapes(scale.rank) for name, layer in chosen.items()}
         self._shapes = [shape for pair in shapes.values() for shape in pair]
         self.flat = torch.zeros(sum(map(_padded, self._shapes)), dtype=torch.float32, device=device)

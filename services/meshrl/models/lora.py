@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +24,6 @@ from meshrl.models.sharded import by_parts, gather_whole
 from meshrl.versions import peft
 from meshrl.wire.types import AdapterConfig
 
-_WITHOUT_SAVED: WeakSet[nn.Module] = WeakSet()  # models that train adapters alone: spares a walk for each version
 GATES = (".gate", "_gate", ".router", ".wg")
 
 
@@ -85,7 +83,6 @@ def prepare_lora(
     whole = _whole_parameters(model, modules_to_save, {*chosen, *expert_parameters(model, target_parameters)})
     of_experts = expert_adapters(model, target_parameters)
     model.requires_grad_(False)
-    (_WITHOUT_SAVED.discard if whole else _WITHOUT_SAVED.add)(model)
     for parameter in whole:
         parameter.data = parameter.data.float()
         parameter.requires_grad_(True)
@@ -120,7 +117,8 @@ def make_set(
             "trainer.model.lora of the trainer and start it again"
         )
     chosen = {name: layer for name, layer in prepared.items() if name in set(named)}
-    return AdapterSet(prepared, chosen, scale, device=device or next(model.parameters()).device)
+    saved = {name: each for name, each in model.named_parameters() if each.requires_grad and not is_adapter(name)}
+    return AdapterSet(prepared, chosen, scale, device=device or next(model.parameters()).device, saved=saved)
 
 
 def _chosen_layers(model: nn.Module, target_modules: Iterable[str]) -> dict[str, nn.Linear]:
@@ -166,16 +164,6 @@ def _whole_parameters(model: nn.Module, targets: Sequence[str], adapted: Collect
     return list(found.values())
 
 
-def saved_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    if model in _WITHOUT_SAVED:
-        return {}
-    return {
-        name: parameter
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and not is_adapter(name)
-    }
-
-
 def _block_layers(model: nn.Module) -> dict[str, nn.Linear]:
     text = set(model.get_decoder().modules()) if isinstance(model, PreTrainedModel) else set(model.modules())
     return {
@@ -209,7 +197,7 @@ def _refuse_tied(model: nn.Module, chosen: Mapping[str, nn.Linear]) -> None:
 
 def coverage(model: nn.Module) -> str:
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    adapted = adapted_layers(model)
+    adapted, mounted = adapted_layers(model), mounted_set(model)
     without = sorted({".".join(name.split(".")[-2:]) for name in linear if name not in adapted})
     joined = [name for name in _joined_experts(model) if name not in adapted]
     without += sorted({".".join(name.split(".")[-2:]) + " (all experts in one)" for name in joined})
@@ -218,7 +206,7 @@ def coverage(model: nn.Module) -> str:
         f"adapters on {len(adapted) - of_experts} of {len(linear)} linear layers"
         + (f" and {of_experts} parameters of experts" if of_experts else "")
         + (f"; without: {', '.join(without)}" if without else "")
-        + (f"; trained whole: {', '.join(saved)}" if (saved := saved_parameters(model)) else "")
+        + (f"; trained whole: {', '.join(mounted.saved)}" if mounted is not None and mounted.saved else "")
     )
 
 
@@ -274,13 +262,13 @@ def adapter_state(model: nn.Module, *, keep: bool = True) -> dict[str, torch.Ten
 
     Only a rank that asks to `keep` the state gets it, the others get an empty one.
     """
-    saved = {name: gather_whole(parameter.detach()) for name, parameter in saved_parameters(model).items()}
+    adapters = mounted_set(model)
+    assert adapters is not None, "a model without adapters has no state of them"
+    saved = {name: gather_whole(parameter.detach()) for name, parameter in adapters.saved.items()}
     if not keep:
         return {}
-    adapters, copies = mounted_set(model), dict[str, tuple[torch.Tensor, torch.Tensor]]()
-    if adapters is not None:
-        flat = torch.empty_like(adapters.flat, device="cpu", pin_memory=adapters.flat.is_cuda)
-        copies = adapters.by_layer(flat.copy_(adapters.flat))
+    flat = torch.empty_like(adapters.flat, device="cpu", pin_memory=adapters.flat.is_cuda)
+    copies = adapters.by_layer(flat.copy_(adapters.flat))
     return {name: tensor.to("cpu", copy=True) for name, tensor in saved.items()} | {
         f"{name}.{part}": matrix for name, pair in copies.items() for part, matrix in zip((A, B), pair, strict=True)
     }
@@ -288,19 +276,22 @@ def adapter_state(model: nn.Module, *, keep: bool = True) -> dict[str, torch.Ten
 
 def adapter_config(model: nn.Module, base_name: str) -> dict[str, object]:
     """PEFT's adapter_config.json for the mounted set over the model named `base_name`."""
-    adapted = adapted_layers(model)
+    adapted, mounted = adapted_layers(model), mounted_set(model)
+    assert mounted is not None, "a model without adapters has no configuration of them"
     plain = {
         name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, nn.Linear) and name not in adapted
     }
     leaves = {name: name.rpartition(".")[2] for name, layer in adapted.items() if isinstance(layer, LoraLinear)}
-    first = next(iter(adapted.values()))
     targets = {name if leaf in plain else leaf for name, leaf in leaves.items()}
     targets |= {".".join(name.split(".")[-3:]) for name in adapted.keys() - leaves.keys()}
     described = AdapterConfig(
-        rank=first.rank, lora_alpha=first.alpha, target_modules=tuple(sorted(targets)), base_model=base_name
+        rank=mounted.scale.rank,
+        lora_alpha=mounted.scale.alpha,
+        target_modules=tuple(sorted(targets)),
+        base_model=base_name,
     )
-    saved = sorted({name.rpartition(".")[0] for name in saved_parameters(model)})
-    return peft.config_table(described, dropout=first.dropout) | {"modules_to_save": saved or None}
+    saved = sorted({name.rpartition(".")[0] for name in mounted.saved})
+    return peft.config_table(described, dropout=mounted.scale.dropout) | {"modules_to_save": saved or None}
 
 
 def peft_state(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

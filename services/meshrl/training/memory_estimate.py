@@ -14,7 +14,6 @@ import torch
 from meshrl.machine.memory import machine_memory
 from meshrl.models.experts import expert_layers
 from meshrl.models.load import ModelError, empty_model, resolve_dtype
-from meshrl.models.lora import saved_parameters
 from meshrl.training.build import new_set, prepare
 from meshrl.training.config import OptimConfig
 from meshrl.training.model_config import TrainerModelConfig
@@ -68,9 +67,10 @@ def memory_need(
     lora, adapters, trained = config.lora, 0, held
     if lora is not None:
         prepare(model, lora)
-        saved = sum(parameter.numel() for parameter in saved_parameters(model).values()) // plan.shards
+        adapter_set = new_set(model, lora, device=torch.device("meta"))
+        adapters = adapter_set.numel
+        saved = sum(parameter.numel() for parameter in adapter_set.saved.values()) // plan.shards
         base += saved * (torch.float32.itemsize - stored_dtype.itemsize)
-        adapters = new_set(model, lora, device=torch.device("meta")).numel
         trained = adapters + saved
     in_host_memory = config.fsdp_cpu_offload or lora is not None  # where the snapshot is; an adapter is small
     if config.fsdp_cpu_offload:  # a set lies on the device
