@@ -46,9 +46,8 @@ class AdapterHolder(nn.Module):
     lora_A: nn.Parameter  # noqa: N815  # PEFT's names; None while no adapter is mounted, as `rank` shows
     lora_B: nn.Parameter  # noqa: N815
     rank: int
-    alpha: float
     dropout: float
-    scale: float
+    scale: float  # alpha / rank
     adapter_set: AdapterSet | None
     joined: JoinedLayer | None
     in_features: int
@@ -64,7 +63,6 @@ class AdapterHolder(nn.Module):
         # Not by nn.Module's own setting: that takes 50 us a layer, at each turn of a run.
         self.__dict__.update(
             rank=scale.rank if scale else 0,
-            alpha=scale.alpha if scale else 0.0,
             dropout=scale.dropout if scale else 0.0,
             scale=scale.factor if scale else 0.0,
             adapter_set=adapter_set,

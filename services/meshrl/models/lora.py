@@ -51,9 +51,6 @@ class LoraLinear(nn.Linear, AdapterHolder):
         reduced = F.linear(kept, low.to(inputs.dtype))
         return torch.add(output, F.linear(reduced, high.to(reduced.dtype)), alpha=self.scale)
 
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, rank={self.rank}, alpha={self.alpha}, dropout={self.dropout}"
-
     def merged(self) -> torch.Tensor:
         """W + (alpha / rank) B A in float32, sharded as W is."""
         low, high = self.lora_A.detach(), self.lora_B.detach()
