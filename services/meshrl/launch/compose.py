@@ -64,6 +64,11 @@ class Part:
     after: tuple[str, ...] = ()
     """Programs that must serve before it is started."""
 
+    @property
+    def kind(self) -> str:
+        """Its name without number or run: inference of inference_2."""
+        return self.name.partition("_")[0]
+
 
 def compose(
     config: RLConfig,

@@ -81,12 +81,11 @@ def credentials_for(
         raise ConfigError(
             f"output_dir: {str(folder)!r} cannot be written: {error}; choose another output_dir"
         ) from error
-    kinds = {part.name: part.name.partition("_")[0] for part in parts}
     if config.hub_is_open and tokens:
         tokens[Role.HUB].pop(f"{PREFIX}TRUST")
     return {
-        name: {**tokens.get(ROLE_OF[kind], {}), **(admin if kind == "inference" else {})}
-        for name, kind in kinds.items()
+        part.name: {**tokens.get(ROLE_OF[part.kind], {}), **(admin if part.kind == "inference" else {})}
+        for part in parts
     }
 
 

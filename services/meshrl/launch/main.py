@@ -79,7 +79,7 @@ def programs(
                 SECTION: part.name,
             },
             end_stage=part.end_stage,
-            leader=part.module == "meshrl.orchestrator.main",
+            leader=part.kind == "orchestrator",
             title=part.run_id,
             restarts=part.restarts,
             resumed=from_newest_checkpoint if part.name == "trainer" else tuple,
@@ -159,7 +159,7 @@ def launch(config: RLConfig, start: Start) -> int:
 
 
 def _engine_certificates(parts: Sequence[Part], spread: Spread, layout: Layout) -> dict[str, Mapping[str, str]]:
-    engines = [part for part in parts if part.name.partition("_")[0] == "inference"]
+    engines = [part for part in parts if part.kind == "inference"]
     hub = next(part.config.server.address for part in parts if isinstance(part.config, WeightsConfig))
     variables = certify_engines(spread, layout, hub)
     return {part.name: given for part, given in zip(engines, variables, strict=True)}
