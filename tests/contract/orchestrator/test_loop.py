@@ -126,8 +126,11 @@ async def test_lost_groups_are_replaced_until_there_are_too_many(mesh, script, m
             await loop.train()
 
 
-async def test_groups_lost_to_an_engine_that_restarts_do_not_end_the_run(mesh, script, make_config, start) -> None:
+async def test_groups_lost_to_an_engine_that_restarts_do_not_end_the_run(
+    mesh, script, make_config, start, monkeypatch
+) -> None:
     """It may be away for unreachable_s, as a service may; groups that only wait for it are lost much faster."""
+    monkeypatch.setattr("meshrl.orchestrator.dispatch.WAIT_S", (0.02, 0.05))
     script.fails = lambda request, place: request in script.requests[:12]
     script.failure_reason = "ENGINE_FAILED"
     patient = {"unreachable_s": 60.0}
