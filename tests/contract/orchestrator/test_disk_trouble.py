@@ -11,7 +11,9 @@ import pytest
 from opentelemetry import trace
 
 from ledger_audit import audit, main
+from meshrl.core import sqlite_files
 from meshrl.core.paths import Layout
+from meshrl.orchestrator.ledger import writer
 from meshrl.orchestrator.main import orchestrate
 from polling import until
 from run_output import assert_exact
@@ -59,8 +61,13 @@ async def test_a_full_disk_ends_the_run_with_a_sentence_and_it_goes_on_once_ther
 
 
 async def test_a_ledger_that_fails_as_it_closes_leaves_no_other_file_open(
-    mesh, script, make_config, tmp_path: Path, errors_said: list[str]
+    mesh, script, make_config, tmp_path: Path, errors_said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def prepare(connection: sqlite3.Connection, path: Path) -> None:
+        sqlite_files.prepare(connection, path)
+        connection.execute("PRAGMA busy_timeout = 200")
+
+    monkeypatch.setattr(writer, "prepare", prepare)
     stop = asyncio.Event()
     running = asyncio.create_task(orchestrate(make_config(mesh.services, max_steps=1000), stop, TRACER))
     metrics = Layout(tmp_path).metrics_jsonl

@@ -161,7 +161,8 @@ async def test_a_synchronous_run_ends_when_its_version_cannot_be_activated(mesh,
             await loop.train()
 
 
-async def test_a_failed_step_ends_the_run_with_its_reason(mesh, script, make_config, start) -> None:
+async def test_a_failed_step_ends_the_run_with_its_reason(mesh, script, make_config, start, monkeypatch) -> None:
+    monkeypatch.setattr("meshrl.orchestrator.peers.step_watcher.CRASH_S", 0.1)
     script.failing_steps = {2}
     async with start(make_config(mesh.services)) as (loop, _):
         with pytest.raises(
