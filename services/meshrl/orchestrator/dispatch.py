@@ -163,8 +163,7 @@ class Dispatcher:
 class LengthEstimates:
     """Expected lengths in sampled tokens: of a task, that of its last group; of one not seen yet, its environment's.
 
-    Groups that begin together go to the services longest first, because a batch waits for its last rollouts. The tasks
-    drawn for a step stay the same.
+    Groups that begin together go to the services longest first, because a batch waits for its last rollouts.
     """
 
     def __init__(self) -> None:

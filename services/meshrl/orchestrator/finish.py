@@ -29,8 +29,8 @@ from meshrl.wire.types import StepEvent
 
 
 class StepFinisher:
-    """Rows have `seq_len` tokens, `mixture` are the configured shares of the environments. Without `samples` and
-    `log_extras` neither is kept. `keep_records` is for the table of a benchmark; other runs may be long."""
+    """Rows have `seq_len` tokens, `mixture` are the configured shares of the environments. `keep_records` is for the
+    table of a benchmark; other runs may be long."""
 
     def __init__(
         self,

@@ -53,8 +53,8 @@ class GroupTicket:
 
 @dataclass(kw_only=True)
 class RolloutGroup:
-    """Over once each rollout finished, failed or was cancelled, or its stream broke. `kept` may be trained on, once the
-    plan of work has judged it."""
+    """Over once each rollout finished, failed or was cancelled, or its stream broke. The plan of work chooses those
+    that are `kept`."""
 
     ticket: GroupTicket
     rollouts: list[Rollout] = field(default_factory=list)

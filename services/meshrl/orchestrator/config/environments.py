@@ -36,9 +36,9 @@ class TrainEnvsConfig(BaseConfig):
     """Training environments, mixed by their ratio; at least one. A rollout service must host each name."""
 
     follow_mixture: bool = False
-    """Draw so that the groups that are trained have the ratios, not those that were begun: a group dropped for zero
-    signal, lost or too old is replaced by another of its environment. An environment is drawn at most four times as
-    often as its ratio asks for, so that one without any signal does not take over."""
+    """Draw so that the groups that are trained have the ratios, not those that were begun: another of its environment
+    replaces a group dropped for zero signal, lost or too old. An environment is drawn at most four times as often as
+    its ratio asks for, lest one without any signal takes over."""
 
 
 class EvalEnvConfig(RunEnvConfig):

@@ -147,7 +147,7 @@ class NewRunConfig(BaseConfig):
     """Take the optimizer, schedule and step of start_from as well as its weights."""
 
     delete: bool = False
-    """Delete the run from the trainer once it is trained to its end. Its checkpoints stay."""
+    """Delete the run from the trainer once it is trained; its checkpoints stay."""
 
     @field_validator("start_from")
     @classmethod
@@ -157,8 +157,8 @@ class NewRunConfig(BaseConfig):
         return text
 
     def spec(self, default: AdapterSpec | None = None) -> RunSpec:
-        """What is not set is as in the trainer's own configuration. `default` is the trainer's adapter. Raises
-        ValueError for an adapter without a rank."""
+        """What is not set is as in the trainer's configuration. Raises ValueError for an adapter without a rank, here
+        and in the trainer's `default`."""
         adapter, optim, schedule = None, self.optim, self.scheduler
         if self.lora is not None:
             rank = self.lora.rank or (None if default is None else default.rank)
@@ -254,7 +254,7 @@ class LogprobCheckConfig(BaseConfig):
     """At the start, whether engines and trainer give the same tokens the same logprobs."""
 
     max_mean_abs: float = Field(default=0.05, gt=0.0)
-    """Largest mean of |trainer logprob - engine logprob| in nats that counts as rounding. bfloat16 gives about 0.003,
+    """Largest mean of |trainer logprob - engine logprob| in nats that counts as rounding; bfloat16 gives about 0.003,
     another model 0.5 and more."""
 
     fatal: bool = False
@@ -310,11 +310,10 @@ class OrchestratorConfig(BaseConfig):
     """Most steps that generation may be ahead of training: 0 is synchronous on-policy, 1 full overlap."""
 
     max_off_policy_steps: int = Field(default=8, ge=0)
-    """A rollout is dropped when its oldest token is more versions than this behind the policy that trains it."""
+    """Drop a rollout whose oldest token is more versions than this behind the policy that trains it."""
 
     max_inflight_rollouts: int | None = Field(default=None, ge=1)
-    """Most training rollouts in flight; None means the room under max_async_level: batch_size times (max_async_level +
-    1)."""
+    """Most training rollouts in flight; None is batch_size times (max_async_level + 1)."""
 
     advantage: AdvantageConfig = AdvantageConfig()
     """How rewards of a group become advantages, for grpo, hierarchical_grpo and echo."""
@@ -339,7 +338,7 @@ class OrchestratorConfig(BaseConfig):
     """What is looked for in each step's metrics, and who gets it."""
 
     logprob_check: LogprobCheckConfig = LogprobCheckConfig()
-    """In the first step with enough data, check that engines and trainer agree on logprobs."""
+    """In the first step with enough data, compare the logprobs of engines and trainer."""
 
     activation_policy: Literal["rolling", "gang"] = "rolling"
     """rolling: each engine takes a version when it has it; gang: all engines together."""
@@ -387,12 +386,11 @@ class OrchestratorConfig(BaseConfig):
 
     seed: int | None = None
     """Seed of the order of tasks and of the rollouts' sampling. None: tasks are in the order of seed 0, and training
-    rollouts sample without seeds, which cost vLLM a fifth of its pace at 512 in flight. Evaluations always sample with
-    seeds."""
+    rollouts have no seeds, which cost vLLM a fifth of its pace at 512 in flight. Evaluations always have seeds."""
 
     bench: bool = False
     """Run 5 steps (or max_steps) and log a table of throughput and times, without the first step. Without `services`,
-    stand-ins with made-up rollouts take their place: the orchestrator is measured alone."""
+    stand-ins with made-up rollouts take their place."""
 
     tls: TlsConfig = TlsConfig()
     """Certificates and tokens by which this program and its peers know each other."""

@@ -28,8 +28,8 @@ class ExchangeConfig(ServerConfig):
     """Seconds that the run waits for a host of an environment before it ends."""
 
     workers: list[str] = Field(default=[])
-    """Names of workers that the run waits for before it begins, for up to deadlines.startup_s. Empty: it begins once
-    each environment has a host. Others may dial in at any time."""
+    """Names of workers that the run waits for, up to deadlines.startup_s, before it begins. Empty: it begins once each
+    environment has a host. Others may join later."""
 
     @model_validator(mode="after")
     def _lease_outlasts_silence(self) -> Self:

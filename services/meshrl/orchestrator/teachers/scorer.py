@@ -106,8 +106,8 @@ def build_scorer(
     *,
     engine_pool: str,
 ) -> RolloutScorer:
-    """Algorithms and teachers are by environment; nothing is dialled yet. Raises RunError for an algorithm without its
-    teacher, and without aiohttp."""
+    """Algorithms and teachers are by environment. Raises RunError for an algorithm without its teacher, and without
+    aiohttp."""
     teachers: dict[str, LogprobServers] = {}
     servers: dict[str, LogprobServers] = {}
     for name, teacher in configured.items():
