@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -10,28 +9,8 @@ from meshrl.orchestrator.ledger.rules import Ledger
 from meshrl.orchestrator.work.plan import PlanLimits, StalenessLaw, TaskSchedule, TrainSource, WorkPlan, screen_stale
 from meshrl.orchestrator.work.screening import screen_finished
 from meshrl.sampling.groups import GroupTicket, RolloutGroup, TaskRef
-from meshrl.wire.types import Rollout, Sample, VersionSpan
-
-MASK = np.array([False, True])
-TOKENS = np.array([1, 2], dtype=np.int32)
-LOGPROBS = np.zeros(2, dtype=np.float32)
-
-
-def rollout(ticket: GroupTicket, place: int, reward: float, version: int) -> Rollout:
-    sample = Sample(
-        token_ids=TOKENS,
-        loss_mask=MASK,
-        logprobs=LOGPROBS,
-        version_spans=(VersionSpan(start=1, end=2, version=version),),
-    )
-    return Rollout(
-        rollout_id=f"{ticket.group_id}:{place}",
-        group_id=ticket.group_id,
-        task_key="t",
-        environment=ticket.task.environment,
-        samples=(sample,),
-        reward=reward,
-    )
+from meshrl.wire.types import VersionSpan
+from rl_streams import rollout_of
 
 
 class Run:
@@ -83,7 +62,7 @@ class Run:
                 self.ledger.fail(ticket.group_id, f"{ticket.group_id}:{place}", "ENGINE_FAILED")
             elif fate != "cancel":
                 version = data.draw(st.integers(ticket.min_version, self.plan.active_version), label="version")
-                group.rollouts.append(rollout(ticket, place, float(fate == "win"), version))
+                group.rollouts.append(rollout_of(ticket, place, float(fate == "win"), version))
                 self.ledger.finish(ticket, f"{ticket.group_id}:{place}", version)
         self.ledger.close_group(ticket.group_id, cancelled=ticket.size)
         for lost, reason in self.plan.finish(group).dropped:
@@ -134,7 +113,7 @@ def test_a_step_trains_no_rollout_with_a_token_or_a_prompt_from_before_the_law(
         active_version=0,
         seed=None,
     )
-    one = rollout(ticket, 0, 1.0, 0)
+    one = rollout_of(ticket, 0, 1.0, 0)
     (sample,) = one.samples
     samples = tuple(
         replace(sample, version_spans=(VersionSpan(start=1, end=2, version=version, prompt_version=prompt),))

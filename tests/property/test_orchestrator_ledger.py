@@ -32,18 +32,9 @@ from meshrl.orchestrator.work.batches import assemble
 from meshrl.orchestrator.work.recipes import build_recipes
 from meshrl.sampling.groups import GroupTicket, RolloutGroup
 from meshrl.wire.convert import batch_digest
-from meshrl.wire.types import (
-    EnvironmentInfo,
-    Rollout,
-    RolloutFailure,
-    RunInfo,
-    Sample,
-    TrainerInfo,
-    VersionSpan,
-)
-from rl_streams import rl_streams
+from meshrl.wire.types import EnvironmentInfo, RolloutFailure, RunInfo, TrainerInfo
+from rl_streams import rl_streams, rollout_of
 
-MASK = np.array([False, True])
 GROUPS, SIZE = 2, 3
 
 
@@ -74,23 +65,6 @@ class LateWriter(LedgerWriter):
 
     def close(self, deadline_s: float) -> None:
         self.commit(len(self.changes))
-
-
-def rollout(ticket: GroupTicket, place: int, reward: float, version: int) -> Rollout:
-    sample = Sample(
-        token_ids=np.array([1, 2], dtype=np.int32),
-        loss_mask=MASK,
-        logprobs=np.zeros(2, dtype=np.float32),
-        version_spans=(VersionSpan(start=1, end=2, version=version),),
-    )
-    return Rollout(
-        rollout_id=f"{ticket.group_id}:{place}",
-        group_id=ticket.group_id,
-        task_key="t",
-        environment="e",
-        samples=(sample,),
-        reward=reward,
-    )
 
 
 class World:
@@ -182,7 +156,7 @@ class World:
             group.failures.append(failure)
             self.journal.record_event(ticket, failure)
         else:
-            one = rollout(ticket, place, float(fate == "win"), self.plan.active_version)
+            one = rollout_of(ticket, place, float(fate == "win"), self.plan.active_version)
             group.rollouts.append(one)
             self.journal.record_event(ticket, one)
             self.finished.add(one.rollout_id)
