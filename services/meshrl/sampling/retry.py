@@ -23,20 +23,22 @@ class RunError(Exception):
 class Patience:
     """Decides about one call that is repeated until it is accepted. A service that is away (AWAY) may come back for
     `unreachable_s`, counted anew after it answers; other retryable refusals go on for `retry_s` in all. The wait is at
-    least what the service asked for, else it doubles up to half a second, with jitter. `also` are further reasons to
-    try again for; one of AWAY among them counts as a refusal."""
+    least what the service asked for, else it doubles from `base_s` to `most_s`, with jitter. `also` are further reasons
+    to try again for; one of AWAY among them counts as a refusal."""
 
     def __init__(
         self,
         *,
         unreachable_s: float,
         retry_s: float,
+        base_s: float = 0.05,
+        most_s: float = AWAY_S[1],
         jitter: Callable[[], float] = random.random,
         also: frozenset[Reason] = frozenset(),
     ) -> None:
         self._unreachable_s = unreachable_s
         self._retry_s = retry_s
-        self._backoff = Backoff(0.05, AWAY_S[1], draw=jitter)
+        self._backoff = Backoff(base_s, most_s, draw=jitter)
         self._jitter = jitter
         self._also = also
         self._away = AWAY - also
