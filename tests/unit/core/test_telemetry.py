@@ -82,17 +82,6 @@ def test_a_span_is_written_with_its_parent_links_and_attributes(traced):
     assert resource["service.name"] == {"stringValue": "trainer"}
 
 
-def test_lines_are_read_by_the_official_schema(traced):
-    trace_service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
-    tracing, read = traced
-    tracing.start_span(ROLLOUT_SPAN, kind=trace.SpanKind.SERVER, links=links_from([REMOTE])).end()
-    requests, _ = read()
-    message = json_format.ParseDict(requests[0], trace_service.ExportTraceServiceRequest())
-    span = message.resource_spans[0].scope_spans[0].spans[0]
-    assert (span.name, span.kind) == (ROLLOUT_SPAN, 2)
-    assert span.start_time_unix_nano > 0
-
-
 def test_a_train_span_keeps_a_link_to_each_of_its_rollouts(traced):
     tracing, read = traced
     links = links_from(f"00-{number:032x}-{number:016x}-01" for number in range(1, 1001))
@@ -180,24 +169,6 @@ def test_tracing_without_a_place_to_write_stays_off(monkeypatch):
     assert traceparent_of(span) == ""
     assert current_traceparent() == ""
     tracing.close()
-
-
-def test_bytes_in_attributes_are_read_back_by_the_official_schema(traced):
-    """OTLP's JSON is protobuf's, where bytes are base64; only the ids of traces and spans are hexadecimal."""
-    trace_service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
-    tracing, read = traced
-    digest = bytes(range(240, 256)) + b"\x00\xff"
-    with tracing.start_as_current_span(TRAIN_SPAN) as span:
-        span.set_attributes({"digest": digest, "digests": [digest, b""], "empty": b""})
-    requests, _ = read()
-    scope_spans = requests[0]["resourceSpans"][0]["scopeSpans"]
-    attributes = {item["key"]: item["value"] for item in scope_spans[0]["spans"][0]["attributes"]}
-    assert attributes["digest"] == {"bytesValue": "8PHy8/T19vf4+fr7/P3+/wD/"}
-    message = json_format.ParseDict(requests[0], trace_service.ExportTraceServiceRequest())
-    stored = {item.key: item.value for item in message.resource_spans[0].scope_spans[0].spans[0].attributes}
-    assert stored["digest"].bytes_value == digest
-    assert [each.bytes_value for each in stored["digests"].array_value.values] == [digest, b""]
-    assert stored["empty"].WhichOneof("value") == "bytes_value"
 
 
 @contextmanager
@@ -294,6 +265,7 @@ def test_lines_say_what_opentelemetrys_own_encoder_says():
     tracer = provider.get_tracer("meshrl")
     with tracer.start_as_current_span(TRAIN_SPAN, links=links_from([REMOTE])) as span:
         span.set_attributes({"i": -(2**40), "f": 0.1, "nan": float("inf"), "t": True, "mixed": [1, 2], "e": ()})
+        span.set_attributes({"digest": b"\xf0\x00\xff", "digests": [bytes(range(240, 256)), b""], "empty": b""})
         span.add_event("queued", {"position": 1})
         tracer.start_span("child", kind=trace.SpanKind.CLIENT).end()
         span.set_status(trace.StatusCode.ERROR, "diverged")
