@@ -82,14 +82,6 @@ def test_a_span_is_written_with_its_parent_links_and_attributes(traced):
     assert resource["service.name"] == {"stringValue": "trainer"}
 
 
-def test_a_train_span_keeps_a_link_to_each_of_its_rollouts(traced):
-    tracing, read = traced
-    links = links_from(f"00-{number:032x}-{number:016x}-01" for number in range(1, 1001))
-    tracing.start_span(TRAIN_SPAN, links=links).end()
-    _, spans = read()
-    assert len(spans[TRAIN_SPAN]["links"]) == 1000
-
-
 def test_the_text_of_a_span_is_its_identity(traced):
     tracing, read = traced
     span = tracing.start_span(ROLLOUT_SPAN)
