@@ -22,11 +22,11 @@ from polling import until
 PYTHON = [sys.executable, "-I", "-S", "-c"]
 # Writes its pid first, so that a test knows when it is up.
 UP = "import os, signal, sys, time; open(sys.argv[1], 'w').write(str(os.getpid()))\n"
-SLEEP = "time.sleep(60)\n"
+SLEEP = "time.sleep(600)\n"
 DRAINS = "signal.signal(signal.SIGTERM, lambda *_: (print('drained', flush=True), sys.exit(0)))\n"
 STUBBORN = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
 CHILD = "import subprocess; subprocess.Popen([sys.executable, '-I', '-S', '-c', {code!r}, sys.argv[1] + '.child'])\n"
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 def wait_for(log: Path) -> str:

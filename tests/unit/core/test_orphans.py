@@ -11,7 +11,7 @@ import pytest
 
 from meshrl.core.orphans import FolderGuardian
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 GUARDED = """
 import sys
 from pathlib import Path
