@@ -131,12 +131,28 @@ async def by_files(mesh: EngineMesh, epoch: int, seed: int) -> None:
     await serve(mesh, mesh.version + 1, seed)
 
 
+async def lose_a_rank(mesh: EngineMesh, ranks: Trainer) -> None:
+    """Rank 1 is killed in the midst of the next version, which is refused and tears nothing."""
+    sent = await ranks.publish(1)  # rank 0 learns it of the engine, or by rank 1's silence
+    assert await asyncio.wait_for(ranks.ranks[1].wait(), 60.0) == -signal.SIGKILL
+    assert "error" in sent or not sent["scatters"]
+    assert "each rank gets the parts" in (mesh.folder / f"trainer-{ranks.epoch}-0.log").read_text()
+    async with WeightSyncClient(mesh.hub_address) as hub:
+        with pytest.raises(MeshError) as refused:
+            await hub.activate_version(run_id="run", version=mesh.version + 1, prepare_deadline_s=3.0)
+    assert refused.value.reason is Reason.ENGINES_NOT_READY
+    await serve_still(mesh)
+    mesh.version += 1
+
+
 @pytest.mark.parametrize("num_ranks", [2, 4])
 async def test_each_worker_gets_its_parts_and_is_to_the_bit_what_vllm_loads_of_whole_tensors(
     divided: EngineMesh, received: Path, num_ranks: int
 ) -> None:
-    mesh, epoch, is_new = divided, next(EPOCHS), divided.version < 0
-    async with trainer(mesh, epoch, num_ranks) as ranks:
+    """The two ranks end with one killed; what comes after, from vLLM's files and from four, lands as before."""
+    mesh, is_new = divided, divided.version < 0
+    death = [str(mesh.version + 4)] if num_ranks == 2 else []
+    async with trainer(mesh, next(EPOCHS), num_ranks, *death) as ranks:
         for turn, seed in enumerate((0, 1, 0)):
             sent = await ranks.publish(seed)
             await serve(mesh, sent["version"], seed)
@@ -151,33 +167,12 @@ async def test_each_worker_gets_its_parts_and_is_to_the_bit_what_vllm_loads_of_w
             for part in parts:
                 assert 0.5 * sent["bytes"] <= part["received"] < 0.52 * sent["bytes"]  # norms are whole
                 assert part["largest"] <= LARGEST_PART_BYTES
-    scattered = mesh.version
+        scattered = mesh.version
+        if death:
+            await lose_a_rank(mesh, ranks)
+    epoch = next(EPOCHS)
     await by_files(mesh, epoch, 1)
     await by_files(mesh, epoch, 0)
     for ours, loaded in zip(live(received, scattered), live(received, mesh.version), strict=True):
         assert ours.keys() == loaded.keys()
         assert all(torch.equal(tensor, loaded[name]) for name, tensor in ours.items())
-
-
-async def test_a_rank_killed_in_the_midst_tears_nothing_and_the_next_version_lands(
-    divided: EngineMesh, received: Path
-) -> None:
-    mesh = divided
-    await by_files(mesh, next(EPOCHS), 0)
-    before = mesh.version
-    async with trainer(mesh, next(EPOCHS), 2, str(before + 1)) as ranks:
-        sent = await ranks.publish(1)  # rank 0 learns it of the engine, or by rank 1's silence
-        assert await asyncio.wait_for(ranks.ranks[1].wait(), 60.0) == -signal.SIGKILL
-        assert "error" in sent or not sent["scatters"]
-        assert "each rank gets the parts" in (mesh.folder / f"trainer-{ranks.epoch}-0.log").read_text()
-        async with WeightSyncClient(mesh.hub_address) as hub:
-            with pytest.raises(MeshError) as refused:
-                await hub.activate_version(run_id="run", version=before + 1, prepare_deadline_s=3.0)
-        assert refused.value.reason is Reason.ENGINES_NOT_READY
-    await serve_still(mesh)
-    mesh.version += 1
-    async with trainer(mesh, next(EPOCHS), 2) as ranks:
-        sent = await ranks.publish(1)
-        await serve(mesh, sent["version"], 1)
-        assert sent["scatters"]
-        assert len(parts_of(received, mesh.version)) == WORKERS
