@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable
 
 import pytest
@@ -19,18 +18,11 @@ from plain_model import logits_of, plain_state
 PROMPTS = ([1, 2, 3], [1 + index % 63 for index in range(400)])
 REQUESTS = 4  # of each prompt, so that every part of the engine gets some
 GROUPS = 3
-DEVICE = os.environ.get("MESHRL_TEST_DEVICE", "cpu")
 LEASE_S = 60.0  # two processes of an engine and the tests' own on a machine that may have two cores
 SIZES = {"tensor": "tensor_parallel_size", "data": "data_parallel_size"}
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param("tensor", marks=pytest.mark.skipif(DEVICE == "cpu", reason="test_scattered has it on a CPU")),
-        "data",
-    ],
-)
+@pytest.fixture(scope="module", params=sorted(SIZES))
 def parallel_mesh(request: pytest.FixtureRequest, start_mesh: Callable[..., EngineMesh]) -> EngineMesh:
     return start_mesh("vllm", vllm={SIZES[request.param]: 2}, lease_s=LEASE_S)
 
