@@ -47,13 +47,13 @@ ON_CPU = replace(HERE, engine_id="c", collective_backend="gloo")
 def test_transport_follows_the_engines(
     configured: str, engines: list[EngineInfo], on_gpu: bool, adapter_only: bool, expected: str
 ) -> None:
-    choice = choose(configured, engines, on_gpu=on_gpu, host="here", adapter_only=adapter_only)
-    assert choice.transport.value == expected
+    transport, _ = choose(configured, engines, on_gpu=on_gpu, host="here", adapter_only=adapter_only)
+    assert transport.value == expected
 
 
 def test_choice_says_which_engine_is_elsewhere() -> None:
-    choice = choose("auto", [HERE, THERE], on_gpu=False, host="here", adapter_only=False)
-    assert choice.why == "engine b is not on this host"
+    _, why = choose("auto", [HERE, THERE], on_gpu=False, host="here", adapter_only=False)
+    assert why == "engine b is not on this host"
 
 
 def folder(output_dir: Path, **changed: object) -> Path:

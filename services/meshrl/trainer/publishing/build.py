@@ -100,11 +100,11 @@ async def decide(
     elif broadcast.type == "filesystem" and broadcast.broadcast_dir is None:
         engines = await known_engines(client)
     on_gpu = parallel.device.type == "cuda"
-    choice = choose(broadcast.type, engines, on_gpu=on_gpu, host=platform.node(), adapter_only=adapter_only)
-    logger.info("versions leave by {}: {}", choice.transport.value, choice.why)
+    transport, why = choose(broadcast.type, engines, on_gpu=on_gpu, host=platform.node(), adapter_only=adapter_only)
+    logger.info("versions leave by {}: {}", transport.value, why)
     one_host = parallel.plan.on_one_host
     folder = Path(options.output_dir)
-    if choice.transport is Transport.FILESYSTEM:
+    if transport is Transport.FILESYSTEM:
         whole = plan_of(parts.learner.model, parts.compute_dtype)
         folder = files_folder(
             broadcast.broadcast_dir,
@@ -117,8 +117,8 @@ async def decide(
             version_bytes=whole.num_bytes,
         )
     senders = parallel.plan.num_senders
-    shared = choice.transport is Transport.NCCL or one_host
-    if choice.transport is Transport.STREAM and not adapter_only:
+    shared = transport is Transport.NCCL or one_host
+    if transport is Transport.STREAM and not adapter_only:
         shared = shared or senders == 1
         if shared and senders > 1:
             folder = handover_folder(
@@ -127,7 +127,7 @@ async def decide(
                 version_bytes=plan_of(parts.learner.model, parts.compute_dtype).num_bytes,
             )
     return PublicationSettings(
-        transport=choice.transport.value,
+        transport=transport.value,
         epoch=await claimable_epoch(client, epoch),
         adapter_only=adapter_only,
         in_shares=shared and not adapter_only,

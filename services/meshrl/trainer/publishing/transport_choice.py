@@ -6,7 +6,6 @@ import asyncio
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from loguru import logger
@@ -21,33 +20,26 @@ LOOPBACK = ("127.", "localhost", "[::1]", "unix:")
 LOOK_S = 0.1  # the run begins only after a look that finds an engine
 
 
-@dataclass(frozen=True, kw_only=True)
-class TransportChoice:
-    transport: Transport
-    why: str
-
-
 def choose(
     configured: str, engines: Sequence[EngineInfo], *, on_gpu: bool, host: str, adapter_only: bool
-) -> TransportChoice:
+) -> tuple[Transport, str]:
+    """The transport for a configured type, and why."""
     if configured == "nccl" and adapter_only:
-        return TransportChoice(transport=Transport.STREAM, why="type nccl is for whole weights, and adapters are small")
+        return Transport.STREAM, "type nccl is for whole weights, and adapters are small"
     if configured != "auto":
-        return TransportChoice(transport=Transport(configured), why="weight_broadcast.type says so")
+        return Transport(configured), "weight_broadcast.type says so"
     if not engines:
-        return TransportChoice(transport=Transport.FILESYSTEM, why="no engine is registered yet")
+        return Transport.FILESYSTEM, "no engine is registered yet"
     offers_nccl = all(
         Transport.NCCL in engine.transports and engine.collective_ranks and engine.collective_backend == "nccl"
         for engine in engines
     )
     if on_gpu and offers_nccl and not adapter_only:
-        return TransportChoice(
-            transport=Transport.NCCL, why=f"the trainer and all {len(engines)} engine(s) have GPUs for it"
-        )
+        return Transport.NCCL, f"the trainer and all {len(engines)} engine(s) have GPUs for it"
     elsewhere = [engine.engine_id for engine in engines if engine.host != host]
     if not elsewhere:
-        return TransportChoice(transport=Transport.FILESYSTEM, why=f"all {len(engines)} engine(s) are on this host")
-    return TransportChoice(transport=Transport.STREAM, why=f"engine {elsewhere[0]} is not on this host")
+        return Transport.FILESYSTEM, f"all {len(engines)} engine(s) are on this host"
+    return Transport.STREAM, f"engine {elsewhere[0]} is not on this host"
 
 
 async def first_engines(client: WeightSyncClient, *, deadline_s: float) -> tuple[EngineInfo, ...]:
