@@ -21,15 +21,11 @@ def refused_hub(output_dir: Path, *flags: str) -> subprocess.CompletedProcess[st
     return done
 
 
-def test_hub_logs_json_when_told_to(tmp_path: Path) -> None:
-    done = refused_hub(tmp_path, "--log.json-logging")
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
-    assert any("is damaged: file is not a database" in line["record"]["message"] for line in lines)
-
-
-def test_two_runs_in_one_folder_do_not_mix_their_lines(tmp_path: Path) -> None:
-    printed = [refused_hub(tmp_path).stdout for _ in range(2)]
+def test_a_run_logs_json_and_the_next_in_its_folder_has_lines_of_its_own(tmp_path: Path) -> None:
+    printed = [refused_hub(tmp_path, *flags).stdout for flags in (("--log.json-logging",), ())]
     written = [tmp_path / "logs" / "attempt_1" / name for name in ("weights.log", "weights.2.log")]
     assert [path.read_text() for path in written] == printed
+    lines = [json.loads(line) for line in printed[0].splitlines()]
+    assert any("is damaged: file is not a database" in line["record"]["message"] for line in lines)
     assert "is damaged: file is not a database" in printed[1]
     assert (tmp_path / "logs" / "weights.log").resolve() == written[1].resolve()
