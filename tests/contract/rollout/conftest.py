@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import sys
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -30,6 +31,7 @@ from meshrl.wire.errors import MeshError
 from meshrl.wire.types import RolloutRequest
 
 sys.path.append(str(Path(__file__).parent / "tasksets"))  # verifiers loads tasksets as top-level modules
+os.environ["MESH_WORKERS_KEY"] = "the-engines-key"  # before any fork server starts: workers have its variables
 
 CHAT_TEMPLATE = (
     "{% for tool in tools or [] %}tool {{ tool.function.name }}\n{% endfor %}"
@@ -271,7 +273,7 @@ def group(**fields: Any) -> RolloutRequest:
         "environment": "mesh_echo",
         "task_index": 0,
         "group_size": 1,
-        "deadline_s": 10.0,
+        "deadline_s": 60.0,
     }
     if "task_payload" in fields:
         del defaults["task_index"]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from multiprocessing import forkserver
 
 import pytest
 
@@ -59,25 +57,13 @@ async def test_a_service_without_the_key_of_the_hubs_engines_does_not_start_also
         await start_mesh([], weights=hub.address, **keyed(base_url=[]))
 
 
-@pytest.fixture
-def new_fork_server() -> Iterator[None]:
-    """Workers have the variables with which their fork server was started, maybe for an earlier test."""
-    forkserver._forkserver._stop()
-    yield
-    forkserver._forkserver._stop()
-
-
-@pytest.mark.usefixtures("new_fork_server")
 @pytest.mark.parametrize("workers", [0, 1])
-async def test_it_plays_with_the_key_from_a_variable_or_a_file(
-    start_mesh, make_group, engine, monkeypatch, tmp_path, workers
-):
+async def test_it_plays_with_the_key_from_a_variable_or_a_file(start_mesh, make_group, engine, tmp_path, workers):
     engine.key = KEY
     (tmp_path / "key").write_text(f"{KEY}\n")
     (tmp_path / "key").chmod(0o600)
-    monkeypatch.setenv("MESH_ENGINE_KEY", KEY)
     by_file = await start_mesh([engine], workers=workers, client={"api_key_file": str(tmp_path / "key")})
-    by_variable = await start_mesh([engine], workers=workers, **keyed())
+    by_variable = await start_mesh([engine], workers=workers, client={"api_key_var": "MESH_WORKERS_KEY"})
     for mesh in (by_file, by_variable):
         rollout, _ = await mesh.collect(make_group(deadline_s=120.0))
         assert isinstance(rollout, Rollout)
