@@ -4,7 +4,6 @@ import asyncio
 import os
 import re
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +19,12 @@ PATIENCE_S = 120.0
 """For a machine that is ten times slower, or stands still for a while."""
 
 STANDS_BY = "worker 2 has loaded mesh_echo, {}"
+
+
+@pytest.fixture
+def no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end, a worker that is blocked is killed at once."""
+    monkeypatch.setattr(fleet, "STOP_GRACE_S", 0.0)
 
 
 def zoo(kind, **options):
@@ -69,15 +74,20 @@ class Gate:
             await self.opened.wait()
 
 
-async def test_a_worker_plays_as_the_service_itself_does(start_mesh, engine, make_group):
+async def test_workers_play_as_the_service_itself_does(start_mesh, engine, make_group):
     engine.version, engine.spans = 4, lambda n: [[0, n, 4]]
     env = [{"id": "mesh_echo"}, {"id": "mesh_debate"}]
     alone = await start_mesh([engine], env=env)
-    mesh = await start_mesh([engine], env=env, workers=1)
+    mesh = await start_mesh([engine], env=env, workers=2, max_concurrent=2)
     assert await mesh.client.list_environments() == await alone.client.list_environments()
-    for fields in ({"group_size": 2}, {"environment": "mesh_debate"}):
+    for fields in ({"group_size": 4}, {"environment": "mesh_debate"}):
+        fields |= {"deadline_s": PATIENCE_S, "sampling": Sampling(seed=100)}
         here = await alone.collect(make_group(**fields))
-        there = await mesh.collect(make_group(deadline_s=PATIENCE_S, **fields))
+        seeds = [body["sampling_params"]["seed"] for body in engine.requests]
+        engine.requests.clear()
+        there = await mesh.collect(make_group(**fields))
+        assert sorted(body["sampling_params"]["seed"] for body in engine.requests) == sorted(seeds)
+        engine.requests.clear()
         assert there[-1] == here[-1]
         assert [(event.agent, event.reward, event.samples[0].token_ids.tolist()) for event in there[:-1]] == [
             (event.agent, event.reward, event.samples[0].token_ids.tolist()) for event in here[:-1]
@@ -118,6 +128,7 @@ async def test_what_ends_a_shared_worker_fails_and_moves_out_and_the_standby_pla
     assert not any(re.match("worker [12] has loaded", line) for line in said[said.index(STANDS_BY.format(kind)) + 1 :])
 
 
+@pytest.mark.usefixtures("no_grace")
 async def test_others_leave_a_worker_that_one_blocks_for_the_standby_and_the_blocker_keeps_it(
     start_mesh, engine, make_group, tokens, said
 ):
@@ -141,6 +152,7 @@ async def test_others_leave_a_worker_that_one_blocks_for_the_standby_and_the_blo
     await asyncio.wait({blocking})
 
 
+@pytest.mark.usefixtures("no_grace")
 async def test_others_leave_a_worker_that_stays_shared_for_another(start_mesh, engine, make_group, tokens):
     gate = Gate(engine, tokens)
     blocks = zoo("blocks", deadlines={"blocked_s": 3600.0})
@@ -208,22 +220,20 @@ async def test_a_hanging_rollout_is_given_up_at_its_stages_deadline_and_loses_it
     assert (await mesh.client.get_status()).running == 0
 
 
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        ("exits", "raised SystemExit('no more')"),
-        ("exits in a task", "raised SystemExit('no more, from a task')"),
-        ("cancels", "raised CancelledError()"),
-    ],
-)
 async def test_an_exit_or_a_cancellation_of_the_environments_own_is_a_failure_of_its_rollout_alone(
-    start_mesh, engine, make_group, said, kind, words
+    start_mesh, engine, make_group, said
 ):
-    mesh = await start_mesh([engine], env=[{"id": "mesh_echo"}, zoo(kind)], workers=1)
-    failure, summary = await mesh.collect(make_group(environment=kind, deadline_s=PATIENCE_S))
-    assert (failure.reason, summary.failed) == ("ENVIRONMENT_FAILED", 1)
-    assert words in failure.message
-    assert isinstance((await mesh.collect(make_group(deadline_s=PATIENCE_S)))[0], Rollout)
+    kinds = {
+        "exits": "raised SystemExit('no more')",
+        "exits in a task": "raised SystemExit('no more, from a task')",
+        "cancels": "raised CancelledError()",
+    }
+    mesh = await start_mesh([engine], env=[{"id": "mesh_echo"}, *map(zoo, kinds)], workers=1, standby=False)
+    for kind, words in kinds.items():
+        failure, summary = await mesh.collect(make_group(environment=kind, deadline_s=PATIENCE_S))
+        assert (failure.reason, summary.failed) == ("ENVIRONMENT_FAILED", 1)
+        assert words in failure.message
+        assert isinstance((await mesh.collect(make_group(deadline_s=PATIENCE_S)))[0], Rollout)
     assert not any("of its own" in line for line in said)
 
 
@@ -285,6 +295,7 @@ def worker_pids() -> list[int]:
         return [int(pid) for pid in children.read().split()]
 
 
+@pytest.mark.usefixtures("no_grace")
 async def test_a_rollout_that_others_block_one_after_the_other_is_played_again_until_it_ends(
     start_mesh, engine, make_group, tokens, said
 ):
@@ -309,11 +320,11 @@ async def test_a_rollout_that_others_block_one_after_the_other_is_played_again_u
     await asyncio.wait(blocked)
 
 
-@pytest.mark.parametrize("kind", ["dies", "blocks"])
+@pytest.mark.usefixtures("no_grace")
 async def test_rollouts_of_the_same_environment_beside_the_one_that_loses_the_worker_are_played_again(
-    start_mesh, engine, make_group, kind
+    start_mesh, engine, make_group
 ):
-    released, held = asyncio.Event(), asyncio.Queue()
+    kinds, released, held = ("dies", "blocks"), asyncio.Event(), asyncio.Queue()
 
     async def hold_the_good(request, body):
         if body["sampling_params"]["seed"] >= 100:
@@ -321,20 +332,26 @@ async def test_rollouts_of_the_same_environment_beside_the_one_that_loses_the_wo
             await released.wait()
 
     engine.on_call = hold_the_good
-    mixed = zoo(kind, deadlines={"blocked_s": 1.0})
-    mixed["args"]["every"] = 2
-    mesh = await start_mesh([engine], env=[mixed], workers=1)
-    good = make_group(environment=kind, task_index=1, group_size=3, deadline_s=PATIENCE_S, sampling=Sampling(seed=100))
-    beside = asyncio.create_task(mesh.collect(good))
-    for _ in range(3):
+    env = [zoo(kind, workers=1, deadlines={"blocked_s": 1.0}) for kind in kinds]
+    for mixed in env:
+        mixed["args"]["every"] = 2
+    mesh = await start_mesh([engine], env=env)
+
+    def play(kind, **fields):
+        return asyncio.create_task(mesh.collect(make_group(environment=kind, deadline_s=PATIENCE_S, **fields)))
+
+    beside = [play(kind, task_index=1, group_size=3, sampling=Sampling(seed=100)) for kind in kinds]
+    for _ in range(6):
         await held.get()
-    bad = make_group(environment=kind, task_index=0, deadline_s=PATIENCE_S, sampling=Sampling(seed=1))
-    failure, _ = await mesh.collect(bad)
-    assert (failure.reason, "worker 1" in failure.message) == ("ENVIRONMENT_FAILED", True)
+    bad = [play(kind, task_index=0, sampling=Sampling(seed=1)) for kind in kinds]
+    for number, losing in enumerate(bad, start=1):
+        failure, _ = await losing
+        assert (failure.reason, f"worker {number}" in failure.message) == ("ENVIRONMENT_FAILED", True)
     released.set()
-    *rollouts, summary = await beside
-    assert (summary.finished, summary.failed) == (3, 0), rollouts
-    assert mesh.runner.status().failures == {"ENVIRONMENT_FAILED": 1}
+    for good in beside:
+        *rollouts, summary = await good
+        assert (summary.finished, summary.failed) == (3, 0), rollouts
+    assert mesh.runner.status().failures == {"ENVIRONMENT_FAILED": 2}
 
 
 async def test_time_in_which_another_environment_blocks_the_worker_counts_for_no_deadline_of_its_neighbours(
@@ -355,20 +372,9 @@ async def test_time_in_which_another_environment_blocks_the_worker_counts_for_no
     assert (summary.finished, summary.failed) == (2, 0), rollouts
 
 
-async def test_a_group_whose_deadline_passes_before_a_worker_has_opened_it_ends_with_failures(
+async def test_a_group_that_a_worker_refuses_counts_no_failure_and_one_that_is_late_before_a_worker_opens_it_does(
     start_mesh, engine, make_group
 ):
-    mesh = await start_mesh([engine], workers=1)
-    *failures, summary = await mesh.collect(make_group(group_size=2, deadline_s=1e-6))
-    assert summary == RolloutSummary(finished=0, failed=2, cancelled=0, sampled_tokens=0)
-    assert {failure.reason for failure in failures} == {"DEADLINE_PASSED"}
-    assert all("not finished within deadline_s = 1e-06: " in failure.message for failure in failures)
-    assert len({failure.rollout_id for failure in failures}) == 2
-    status = mesh.runner.status()
-    assert (status.running, status.queued, dict(status.failures)) == (0, 0, {"DEADLINE_PASSED": 2})
-
-
-async def test_a_group_that_a_worker_refuses_is_refused_and_counts_no_failure(start_mesh, engine, make_group):
     mesh = await start_mesh([engine], workers=1)
     broken = make_group(task_payload='{"prompt": 7}', group_size=3, deadline_s=PATIENCE_S)
     with pytest.raises(MeshError) as refusal:
@@ -378,30 +384,30 @@ async def test_a_group_that_a_worker_refuses_is_refused_and_counts_no_failure(st
     status = mesh.runner.status()
     assert (status.running, status.queued, dict(status.failures)) == (0, 0, {})
     assert isinstance((await mesh.collect(make_group(deadline_s=PATIENCE_S)))[0], Rollout)
+    *failures, summary = await mesh.collect(make_group(group_size=2, deadline_s=1e-6))
+    assert summary == RolloutSummary(finished=0, failed=2, cancelled=0, sampled_tokens=0)
+    assert {failure.reason for failure in failures} == {"DEADLINE_PASSED"}
+    assert all("not finished within deadline_s = 1e-06: " in failure.message for failure in failures)
+    assert len({failure.rollout_id for failure in failures}) == 2
+    status = mesh.runner.status()
+    assert (status.running, status.queued, dict(status.failures)) == (0, 0, {"DEADLINE_PASSED": 2})
 
 
-@pytest.mark.parametrize(
-    ("kind", "doing"),
-    [
-        ("hangs", r"it was in its rewards and metrics, [\d.]+ s into this stage"),
-        ("blocks", r"it was being played \(worker 1, held up by blocks in go_wrong \(mesh_zoo.py:\d+\)\), [\d.]+ s .*"),
-    ],
-)
+@pytest.mark.usefixtures("no_grace")
 async def test_a_group_ends_at_its_deadline_with_what_it_did_also_where_its_worker_is_blocked(
-    start_mesh, engine, make_group, kind, doing
+    start_mesh, engine, make_group
 ):
-    mesh = await start_mesh([engine], env=[zoo(kind, deadlines={"blocked_s": 3600.0})], workers=1)
-    await mesh.client.list_environments()
-    began_s = time.monotonic()
-    *failures, summary = await mesh.collect(make_group(environment=kind, group_size=2, deadline_s=5.0))
-    assert time.monotonic() - began_s < 5.0 + 10.0  # as the contract has it
-    assert (summary.failed, {failure.reason for failure in failures}) == (2, {"DEADLINE_PASSED"})
-    words = [failure.message.partition(": ") for failure in failures]
-    assert {first for first, _, _ in words} == {"not finished within deadline_s = 5"}
-    assert any(re.fullmatch(doing, rest) for _, _, rest in words), words
-
-
-async def test_the_rollouts_of_a_group_have_the_seeds_of_their_places_in_it(start_mesh, engine, make_group):
-    mesh = await start_mesh([engine], workers=2, max_concurrent=2)
-    await mesh.collect(make_group(group_size=4, deadline_s=PATIENCE_S, sampling=Sampling(seed=100)))
-    assert sorted(body["sampling_params"]["seed"] for body in engine.requests) == [100, 101, 102, 103]
+    stages = {
+        "hangs": r"it was in its rewards and metrics, [\d.]+ s into this stage",
+        "blocks": r"it was being played \(worker 2, held up by blocks in go_wrong \(mesh_zoo.py:\d+\)\), [\d.]+ s .*",
+    }
+    env = [zoo(kind, workers=1, deadlines={"blocked_s": 3600.0}) for kind in stages]
+    mesh = await start_mesh([engine], env=env)
+    asked = [make_group(environment=kind, group_size=2, deadline_s=5.0) for kind in stages]
+    async with asyncio.timeout(PATIENCE_S):
+        groups = await asyncio.gather(*map(mesh.collect, asked))
+    for (*failures, summary), doing in zip(groups, stages.values(), strict=True):
+        assert (summary.failed, {failure.reason for failure in failures}) == (2, {"DEADLINE_PASSED"})
+        words = [failure.message.partition(": ") for failure in failures]
+        assert {first for first, _, _ in words} == {"not finished within deadline_s = 5"}
+        assert any(re.fullmatch(doing, rest) for _, _, rest in words), words
