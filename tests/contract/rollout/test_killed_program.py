@@ -1,4 +1,4 @@
-"""A rollout program on its own that is killed: what its environments started ends with it, and no socket stays."""
+"""A rollout program on its own, also without torch, that is killed: all that its environments started ends with it."""
 
 from __future__ import annotations
 
@@ -19,20 +19,27 @@ from polling import until
 
 START_S, DEADLINE_S = 300.0, 60.0
 TASKSETS = Path(__file__).with_name("tasksets")
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None  # every import of it fails: a machine that only plays environments needs none
+from meshrl.rollout.main import main
+assert "transformers" not in sys.modules, "it is for the tokenizer alone, which is not loaded yet"
+main()
+"""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="what left its session is found by /proc")
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(("workers", "start"), [(0, ["-c", WITHOUT_TORCH]), (1, ["-m", "meshrl.rollout.main"])])
 async def test_a_program_that_an_environment_started_ends_with_the_rollout_program(
-    tmp_path, tokenizer_dir, engine, make_group, workers
+    tmp_path, tokenizer_dir, engine, make_group, workers, start
 ):
     port, console = free_port(), tmp_path / "console.txt"
     command = [
-        sys.executable, "-m", "meshrl.rollout.main", "--output-dir", str(tmp_path / "out"), "--tokenizer",
+        sys.executable, *start, "--output-dir", str(tmp_path / "out"), "--tokenizer",
         str(tokenizer_dir), "--renderer.name", "default", "--seq-len", "256", "--workers", str(workers),
         "--client.base-url", f"{engine.url}/v1/", "--env.0.id", "mesh_zoo", "--env.0.name", "keeps",
-        "--env.0.args.kind", "keeps", "--env.0.args.seconds", "3600", "--server.port", str(port),
-        "--drain-deadline-s", "0.1",
+        "--env.0.args.kind", "keeps", "--env.0.args.seconds", "3600", "--env.1.id", "reverse_text",
+        "--server.port", str(port), "--drain-deadline-s", "0.1",
     ]  # fmt: skip
     deep = tmp_path / ("scratch-" * 10)  # no Unix socket has so long a path
     deep.mkdir()
@@ -47,6 +54,8 @@ async def test_a_program_that_an_environment_started_ends_with_the_rollout_progr
         try:
             async with RolloutClient(f"127.0.0.1:{port}") as client:
                 await client.wait_until_serving(START_S)
+                rollout, _ = await _collect(client, make_group(environment="reverse_text", deadline_s=DEADLINE_S))
+                assert 0.0 <= rollout.reward <= 1.0
                 playing = asyncio.create_task(_collect(client, make_group(environment="keeps", deadline_s=DEADLINE_S)))
                 started = await until(lambda: _started(tmp_path), DEADLINE_S)
                 assert all(map(_runs, started))
