@@ -202,7 +202,7 @@ class ManyRuns:
         )
         self.turns: list[tuple[str, int, frozenset[str]]] = []
         """Each turn: its run, tokens, and the runs that could have had it."""
-        scheduler, ready = self.loop._scheduler, frozenset[str]()
+        scheduler, ready = self.loop.scheduler, frozenset[str]()
         next_run, charge = scheduler.next_run, scheduler.charge
 
         def note_ready(slices: Mapping[str, int]) -> str | None:

@@ -43,25 +43,21 @@ class TrainerLoop:
         called after the last collective."""
         self._table, self._commands, self._waits = table, commands, waits or Waits()
         self._runs: dict[str, RunTraining] = {}
-        self._scheduler = FairScheduler(quantum_tokens or 1)
+        self.scheduler = FairScheduler(quantum_tokens or 1)
         self._whole_batches, self._joining = quantum_tokens is None, joining
         self._on_end = on_end
         self.add(own, share=1.0)
 
     def add(self, run: RunTraining, share: float) -> None:
         self._runs[run.state.run_id] = run
-        self._scheduler.add(run.state.run_id, share)
+        self.scheduler.add(run.state.run_id, share)
 
     def remove(self, run_id: str) -> bool:
         """Returns whether the run was here. It must have no step at hand."""
         if found := run_id in self._runs:
-            self._scheduler.remove(run_id)
+            self.scheduler.remove(run_id)
             del self._runs[run_id]
         return found
-
-    def used_share(self, run_id: str) -> float:
-        """This run's share of the tokens that the runs in the ring have trained."""
-        return self._scheduler.used_share(run_id)
 
     def run(self) -> None:
         """Works until the queues close, then writes the last checkpoints. Raises errors that end the trainer."""
@@ -89,7 +85,7 @@ class TrainerLoop:
     def _turn(self) -> None:
         slices = {run_id: run.tokens for run_id, run in self._runs.items()}
         ready = {run_id: tokens for run_id, tokens in slices.items() if tokens is not None}
-        run_id = self._scheduler.next_run(ready)
+        run_id = self.scheduler.next_run(ready)
         if run_id is None:
             return
         run = self._runs[run_id]
@@ -97,7 +93,7 @@ class TrainerLoop:
         with self._waits.waiting("step", f"its own work on step {run.state.next_step}"):
             run.advance(run.slices_left if self._whole_batches else 1, beside)
         for each in (run, *beside):
-            self._scheduler.charge(each.state.run_id, ready[each.state.run_id])
+            self.scheduler.charge(each.state.run_id, ready[each.state.run_id])
 
     def _beside(self, run: RunTraining, ready: Container[str]) -> list[RunTraining]:
         if self._joining is None or self._whole_batches or (first := run.joinable) is None:
@@ -106,7 +102,7 @@ class TrainerLoop:
         room, beside = self._joining.room - longest, []
         if longest >= self._joining.below:
             return []
-        for other in (self._runs[run_id] for run_id in self._scheduler.ring if run_id in ready):
+        for other in (self._runs[run_id] for run_id in self.scheduler.ring if run_id in ready):
             if other is run or (found := other.joinable) is None or found[1] != alike:
                 continue
             if found[0] < self._joining.below and found[0] <= room:
@@ -206,7 +202,7 @@ class FairScheduler:
         member.tokens += tokens
 
     def used_share(self, run_id: str) -> float:
-        """0 for a run outside the ring."""
+        """Of the tokens that the runs in the ring have trained; 0 for a run outside."""
         total = sum(member.tokens for member in self._members.values())
         member = self._members.get(run_id)
         return member.tokens / total if member is not None and total else 0.0

@@ -89,7 +89,7 @@ class RunHost:
         return sum(added.queue.book.adapter_bytes for added in self._added.values())
 
     def info(self, queue: TrainingQueue) -> RunInfo:
-        queue.book.used_share = self._loop.used_share(queue.book.run_id)
+        queue.book.used_share = self._loop.scheduler.used_share(queue.book.run_id)
         return queue.book.info()
 
     @property
