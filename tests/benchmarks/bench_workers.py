@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -21,7 +20,7 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
+from contextlib import AsyncExitStack, ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[1] / "support"))
 
 from local_ports import free_port
+from rollout_load import Process
 from rollout_paths import TEMPLATE_TOKENS, save_tokenizer
 
 HERE = Path(__file__).parent
@@ -99,34 +99,6 @@ def run_client(pipe: Connection, address: str, group_size: int) -> None:
                     pipe.send(repr(broken.exceptions[0]))
 
     asyncio.run(main())
-
-
-class Process:
-    """A process of the benchmark and the pipe to it."""
-
-    def __init__(self, target: Any, *arguments: object) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.pipe, theirs = context.Pipe()
-        self._process = context.Process(target=target, args=(theirs, *arguments))
-        self._process.start()
-        theirs.close()
-
-    @property
-    def pid(self) -> int:
-        assert self._process.pid is not None  # it is started
-        return self._process.pid
-
-    async def answer(self) -> Any:
-        found = await asyncio.to_thread(self.pipe.recv)
-        if isinstance(found, str) and not found.startswith("http"):
-            raise SystemExit(found)
-        return found
-
-    def close(self) -> None:
-        with suppress(OSError):  # it has ended
-            self.pipe.send(None)
-        self._process.join(timeout=20)
-        self._process.kill()
 
 
 @contextmanager

@@ -70,29 +70,46 @@ Play = Callable[[], Awaitable[int]]
 """Makes one request (or group of rollouts) and says how many tokens came back."""
 
 
-class LoadProcess:
-    """A client process. `run` may be called again and again; the connections and the rollout service stay."""
+class Process:
+    """A process of a benchmark and the pipe to it; None through the pipe ends it."""
 
-    def __init__(self, target: Target, number: int) -> None:
+    def __init__(self, target: Callable[..., None], *arguments: object) -> None:
         context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_main, args=(theirs, target, number))
+        self.pipe, theirs = context.Pipe()
+        self._process = context.Process(target=target, args=(theirs, *arguments))
         self._process.start()
         theirs.close()
 
-    async def run(self, path: str, concurrency: int, requests: int, *, profile: bool = True) -> Load:
-        """`profile`: False where `Target.profile` is not to be followed, as in a warm-up."""
-        self._pipe.send((path, concurrency, requests, profile))
-        answer = await asyncio.to_thread(self._pipe.recv)
-        if isinstance(answer, str):
-            raise SystemExit(f"the load of path {path} failed: {answer}")
-        return answer
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None  # it is started
+        return self._process.pid
+
+    async def answer(self) -> Any:
+        """A text that is no URL is a failure, which ends the benchmark."""
+        found = await asyncio.to_thread(self.pipe.recv)
+        if isinstance(found, str) and not found.startswith("http"):
+            raise SystemExit(found)
+        return found
 
     def close(self) -> None:
-        with suppress(OSError):
-            self._pipe.send(None)
+        with suppress(OSError):  # it has ended
+            self.pipe.send(None)
         self._process.join(timeout=20)
         self._process.kill()
+
+
+class LoadProcess(Process):
+    """A client process. `run` may be called again and again; the connections and the rollout service stay."""
+
+    def __init__(self, target: Target, number: int) -> None:
+        super().__init__(_main, target, number)
+
+    async def run(self, path: str, concurrency: int, requests: int, *, profile: bool = True) -> Load:
+        """`profile`: False where `Target.profile` is not to be followed, as in a warm-up."""
+        self.pipe.send((path, concurrency, requests, profile))
+        load: Load = await self.answer()
+        return load
 
 
 def _main(pipe: Connection, target: Target, number: int) -> None:
@@ -127,7 +144,7 @@ async def _serve(pipe: Connection, target: Target, number: int) -> None:
                 measured = measure(one, concurrency, requests)
                 pipe.send(await (_profiled(target, number, path, measured) if profile else measured))
             except Exception as error:  # noqa: BLE001 - the parent ends the benchmark with it
-                pipe.send(repr(error))
+                pipe.send(f"the load of path {path} failed: {error!r}")
 
 
 async def _profiled(target: Target, number: int, path: str, measured: Awaitable[Load]) -> Load:

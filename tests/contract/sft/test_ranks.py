@@ -83,7 +83,7 @@ def wait_for_step(process: subprocess.Popen[bytes], output_dir: Path, step: int)
 
 def assert_saved_and_named(process: subprocess.Popen[bytes], output_dir: Path, signum: signal.Signals) -> None:
     """A signal has ended the run in order: it saved what there was, and both logs name the signal."""
-    assert process.wait(60) == 0, (output_dir / "console.txt").read_text()
+    assert process.wait(120) == 0, (output_dir / "console.txt").read_text()
     assert (output_dir / "weights" / "final" / "model.safetensors").is_file()
     for log in ("console.txt", "logs/sft.log"):
         text = (output_dir / log).read_text()
