@@ -242,7 +242,6 @@ class JoinedSets:
             torch._foreach_add_(*zip(*made, strict=True))
 
     def _pairs(self, of: Callable[[torch.Tensor], torch.Tensor | None]) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """Each matrix of the sets, and its part of what `of` returns for its stack."""
         for name, joined in self._joined.items():
             low_G, high_G = of(joined.low), of(joined.high)
             if low_G is None or high_G is None:

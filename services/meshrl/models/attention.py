@@ -1,4 +1,4 @@
-"""Attention over packed rows that never crosses a sample's boundary; used by the trainers' forward pass.
+"""Attention over packed rows that never crosses a sample's boundary.
 
 A packed row holds samples one after another, without padding. Attention runs sample by sample: on CUDA in half
 precision by the kernels of `fused_attention`, elsewhere over a few padded blocks of samples of similar length.
@@ -197,7 +197,7 @@ def _of_any_size(*tensors: torch.Tensor) -> None:
 
 
 def _similar_lengths(lengths: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-    """Indices of samples grouped so that no block pads a sample beyond BLOCK_GROWTH times its length."""
+    """Indices of samples, none padded beyond BLOCK_GROWTH times its length."""
     order = np.argsort(-lengths, kind="stable")
     groups: list[NDArray[np.int64]] = []
     first = 0
@@ -256,7 +256,7 @@ def _attention(
     layout: PackedLayout,
     rules: Mapping[str, Any],
 ) -> torch.Tensor:
-    """(T, H, D) by the layout's kernels. `rules` are the arguments of a ScoreRule."""
+    """(T, H, D). `rules` are the arguments of a ScoreRule."""
     scale = 1.0 / math.sqrt(query_THD.shape[-1]) if rules["scale"] is None else rules["scale"]
     window = rules["window"]
     if layout.prefixes is not None:
@@ -317,7 +317,7 @@ STRANGE_SCORES = ("indices", "block_indices", "position_bias")
 
 
 def refuse_strange_scores(arguments: Mapping[str, object]) -> None:
-    """Raises NotImplementedError for arguments that change scores and that this attention would drop."""
+    """Raises NotImplementedError for arguments that this attention would drop."""
     if strange := [name for name in STRANGE_SCORES if arguments.get(name) is not None]:
         raise NotImplementedError(
             f"this model's attention takes {strange[0]!r}, which attention over packed rows and slots does not have; "

@@ -1,4 +1,4 @@
-"""LoRA adapters on the experts of a layer, whose matrices are one parameter of three dimensions; used by `models.lora`.
+"""LoRA adapters on the experts of a layer, whose matrices are one parameter of three dimensions.
 
     y_e = x W_e^T + (alpha / rank) dropout(x) A_e^T B_e^T     for the tokens of expert e
 
@@ -115,7 +115,7 @@ def _grouped(experts: Any) -> bool:
 
 
 def expert_adapters(model: nn.Module, targets: Sequence[str]) -> dict[str, ExpertAdapter]:
-    """Prepares what `expert_parameters` finds for adapters. Raises ValueError as it does."""
+    """Prepares what `expert_parameters` finds; raises as it does."""
     adapted: dict[str, ExpertAdapter] = {}
     for name, (module, parameter) in expert_parameters(model, targets).items():
         if not hasattr(module, "adapters"):

@@ -1,4 +1,4 @@
-"""Experts of a model, and the parameters that a token goes through; used for MFU and to plan activations.
+"""Experts of a model, and the parameters that a token goes through.
 
 All families of transformers are built alike: a module whose class ends in "Experts" holds the weights of a layer's
 experts, or a list named `experts` holds a module for each. Shared experts, of every token, are ordinary layers.

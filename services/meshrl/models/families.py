@@ -29,7 +29,7 @@ UNPACKED_TYPES: Mapping[str, str] = {
     "phimoe": "layers that do not tell attention their sliding window",
     "recurrent_gemma": "recurrent layers",
 }
-"""Model types that packed attention seems to fit, and why it does not."""
+"""Why packed attention does not fit, though it seems to."""
 
 _NOT_CAUSAL = "its logits at a token depend on later tokens"
 _DRAFTS = "it drafts tokens for another model, of which it needs the hidden states"

@@ -210,7 +210,7 @@ class WeightReader:
         return torch.Size(stored.shape if isinstance(stored, torch.Tensor) else stored.get_shape())
 
     def _convert(self, conversion: _Conversion, *, meta: bool = False) -> dict[str, torch.Tensor]:
-        """Converts tensors of the files, in the model's dtype; `meta`: their shapes alone."""
+        """In the model's dtype; `meta`: shapes alone."""
         assert conversion.converter is not None
         converter = copy.deepcopy(conversion.converter)
         target = conversion.target
@@ -259,8 +259,7 @@ class WeightReader:
             )  # fmt: skip
 
     def _check_tied(self) -> None:
-        """Refuses a tied tensor of which the files hold two that differ: transformers would train two and engines serve
-        one."""
+        """Transformers would train two that differ, and engines serve one."""
         by_name = {conversion.target: conversion for conversion in self._conversions if conversion.converter is None}
         for alias, owner in self._same.items():
             if alias not in by_name or owner not in by_name:

@@ -1,7 +1,6 @@
 """Loads the model and tokenizer that the trainer trains and the embedded engine serves.
 
-A model is made without storage (`empty_model`), then filled (`fill_model`); in between a trainer adds adapters and
-shards it.
+Between `empty_model` and `fill_model` a trainer adds adapters and shards it.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ def resolve_dtype(config: ModelConfig) -> torch.dtype:
 
 
 def load_model(config: ModelConfig) -> PreTrainedModel:
-    """Loads a causal LM from a folder or the Hugging Face hub onto its device, in eval mode. Raises ModelError."""
+    """A causal LM on its device, in eval mode. Raises ModelError."""
     device = resolve_device(config.device)
     model = empty_model(config, dtype=resolve_dtype(config))
     model.to_empty(device=device)
@@ -117,7 +116,7 @@ def fill_model(model: PreTrainedModel, config: ModelConfig) -> None:
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """The model's tokenizer. Raises ModelError, also for a folder without: transformers would make up an empty one."""
+    """Raises ModelError, also for a folder without: transformers would make up an empty one."""
     folder = Path(config.name)
     if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ModelError(

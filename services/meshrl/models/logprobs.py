@@ -1,7 +1,7 @@
-"""Logprobs of given tokens under the current policy, for packed rows; the trainers' forward pass.
+"""Logprobs of given tokens for packed rows: the trainers' forward pass.
 
-Output head, softmax and the choice of a token are one function of the hidden states, `head_logprobs`, which takes a
-piece of the tokens at a time, so that a row's float32 logits are never there at once:
+Output head, softmax and the choice of a token are one function, `head_logprobs`, which takes a piece of the tokens at a
+time, to bound the float32 logits:
 
     log p = z_target - lse,   entropy = lse - sum_v p_v z_v,   z = logits / temperature
     d log p / d z_v = [v is target] - p_v
@@ -213,7 +213,7 @@ class PackedPolicy(nn.Module):
         return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([entropy for _, entropy in parts])
 
     def _padded_logits(self, row: PackedRow, sources_N: torch.Tensor) -> torch.Tensor:
-        """Logits (N, V) at the sources, by one padded row per sample; right padding needs no mask."""
+        """(N, V), by one padded row per sample; right padding needs no mask."""
         place_N = row.layout.scatter[sources_N]
         logits_NV: torch.Tensor | None = None
         base = 0
@@ -409,7 +409,6 @@ def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Adds `_product` to a float32 total."""
     if left.is_cuda and left.dtype != torch.float32:
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     else:
@@ -419,7 +418,7 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
 def _score(
     logits_PV: torch.Tensor, targets_P: torch.Tensor, temperatures_P: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logprob, entropy and log-sum-exp of each token of a piece; targets and logprobs may be (P, J)."""
+    """Logprob, entropy and log-sum-exp; targets and logprobs may be (P, J)."""
     targets_P = targets_P.clamp(0, logits_PV.shape[1] - 1)
     scaled_PV = logits_PV / temperatures_P[:, None]
     highest_P = scaled_PV.amax(-1)
@@ -437,7 +436,6 @@ def _score(
 def _of_whole_vocabulary(
     logprobs_N: torch.Tensor, entropy_N: torch.Tensor, lse_N: torch.Tensor, inside_N: torch.Tensor, share: TensorShare
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What `_score` would return for the whole vocabulary."""
     of_each = (-1, *[1] * (logprobs_N.ndim - 1))
     chosen_NJ = torch.where(inside_N, logprobs_N + lse_N.view(of_each), 0.0).view(len(lse_N), -1)
     parts_RN3 = share.stacked(torch.cat([lse_N[:, None], (lse_N - entropy_N)[:, None], chosen_NJ], dim=1))
@@ -456,7 +454,7 @@ def _slope(
     grad_P: torch.Tensor,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Gradient of the logits, given that of the logprobs; targets and gradient may be (P, J)."""
+    """Gradient of the logits; targets and the given one may be (P, J)."""
     probabilities_PV = (logits_PV / temperatures_P[:, None] - lse_P[:, None]).exp()
     if targets_P.ndim == 2:
         inside_P = (targets_P >= 0) & (targets_P < logits_PV.shape[1])
@@ -468,5 +466,4 @@ def _slope(
 
 
 def _compiled(function: Callable[Inputs, Result]) -> Callable[Inputs, Result]:
-    """Cheap after the first time: torch keeps compiled code by the function's code."""
     return torch.compile(function, dynamic=True)

@@ -181,7 +181,6 @@ def _owners(model: nn.Module) -> dict[int, list[str]]:
 
 
 def _refuse_tied(model: nn.Module, chosen: Mapping[str, nn.Linear]) -> None:
-    """A merged copy of a shared weight would have to differ from the weight it is tied to."""
     owners = _owners(model)
     for layer, module in chosen.items():
         others = [name for name in owners[id(module.weight)] if name != f"{layer}.weight"]
@@ -208,7 +207,7 @@ def coverage(model: nn.Module) -> str:
 
 
 def _joined_experts(model: nn.Module) -> list[str]:
-    """The parameters of all experts of a layer, (E, out, in)."""
+    """(E, out, in) each."""
     return [
         name
         for name, parameter in model.named_parameters()
@@ -243,7 +242,7 @@ def reset_lora(model: nn.Module, seed: int) -> None:
     """The mounted set's first values: A is Kaiming-uniform with a = sqrt(5) as in PEFT, U(-1/sqrt(in), 1/sqrt(in)); B
     is zero.
 
-    Every rank draws on its CPU, so that the values depend on the seed alone.
+    Drawn on the CPU, so that the seed alone counts.
     """
     generator = torch.Generator().manual_seed(seed)
     for layer in adapted_layers(model).values():

@@ -175,7 +175,6 @@ def _wide_linear(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
 
 
 def _router_modules(layers: Sequence[Experts], parents: Mapping[nn.Module, nn.Module]) -> list[tuple[nn.Module, int]]:
-    """The modules that choose experts, in order, with the number of experts: routers of their own, or holders."""
     found: list[tuple[nn.Module, int]] = []
     for layer in layers:
         parent = parents[layer.module]

@@ -46,7 +46,7 @@ def fill_part(tensor: torch.Tensor, part: torch.Tensor) -> None:
 
 
 def by_parts(tensor: torch.Tensor, make: Callable[..., torch.Tensor], *, device: torch.device) -> torch.Tensor:
-    """A tensor shaped and sharded as another: `make` gets this rank's part of that, on `device`, and its slices.
+    """A tensor shaped and sharded as another: `make` gets this rank's part, on `device`, and its slices.
 
     Nothing is exchanged; shards that wait on the host are computed on `device`, the mesh's.
     """

@@ -1,4 +1,4 @@
-"""Attention over packed rows whose samples share their beginnings, such as the prompt of a group; used by `attention`.
+"""Attention over packed rows whose samples share their beginnings, such as the prompt of a group.
 
 A row holds a shared beginning once, in the first of its samples. A token of another sample sees two sets of keys: its
 own sample's up to itself, and the whole prefix. Each set is an attention of its own, causal and not; outputs are put
@@ -227,7 +227,7 @@ def _cpu_forward(
 def _cpu_backward(
     grad: torch.Tensor, parts: Sequence[torch.Tensor], lse: torch.Tensor, *, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of queries, keys and values; `parts` are those and the output."""
+    """`parts`: queries, keys, values and the output."""
     query, key, value, out = parts
     groups, heads = query.shape[1] // key.shape[1], key.shape[1]
     to_query, to_key, to_value = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -281,7 +281,6 @@ def _fused(
     prefixes: list[torch.Tensor],
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the output (T, H, D) and the log-sum-exp of the scores, float32 (H, T)."""
     query_index, query_offsets, key_index, key_offsets, host, whole_index, whole_offsets, *_ = prefixes
     most_queries, most_keys, longest_whole = host.tolist()
     if (longest := _longest_of_short(plan)) is not None:

@@ -105,7 +105,6 @@ class BlockShape:
         }[mode]
 
     def activation_bytes(self, mode: AcMode | None, *, tokens: int, itemsize: int) -> int:
-        """A row's forward pass, and one block computed again."""
         again = 0.0 if mode is None else self.kept(None)
         return int((self.kept(mode) * self.layers + again) * tokens * itemsize)
 
@@ -131,8 +130,8 @@ def choose(
     given: AcMode | Literal["auto"] | None = "auto",
     beside_engine: bool = False,
 ) -> Chosen:
-    """The least checkpointing that fits, or the `given` one, and the settings that go with it. `free_bytes`: before the
-    model is loaded, of which an engine takes some if `beside_engine`; None is unknown, and everything fits."""
+    """The least checkpointing that fits, or the `given` one, with its settings. `free_bytes`: before the model is
+    loaded, of which an engine takes some if `beside_engine`; None is unknown, and everything fits."""
     most, room = (LOGITS_GPU if on_gpu else LOGITS_CPU), None
     if free_bytes is not None:
         # Embeddings and head are gathered whole in the compute dtype.
@@ -201,8 +200,8 @@ def resolve_auto(
 ) -> tuple[TrainerModelConfig, int]:
     """The configuration with every `auto` resolved, and the bytes of logits at once. Collective.
 
-    `seq_len` counts the tokens of a row, `publishes` as in `memory_need`, `beside_engine` as in `choose`. Raises
-    ModelError when there is no such model or it does not fit in memory, and ValueError for unsuitable adapters.
+    Arguments as in `memory_need` and `choose`. Raises ModelError when there is no such model or it does not fit in
+    memory, and ValueError for unsuitable adapters.
     """
     row_tokens, seq_len = seq_len, -(-seq_len // parallel.plan.cp)
     on_gpu = parallel.device.type == "cuda"
@@ -300,8 +299,7 @@ def ways_to_fit(
 
 
 def _width(own: Sequence[Experts], block: nn.Module, hidden: int) -> float:
-    """MLP size of a block with experts, a token's and the shared ones; an expert has three matrices of hidden size
-    times its own."""
+    """MLP size of a block's experts, shared ones too; an expert has three matrices of hidden size times its own."""
     a_token = sum(experts.share * sum(p.numel() for p in experts.module.parameters()) for experts in own)
     shared = {
         parameter: parameter.numel()

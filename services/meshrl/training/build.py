@@ -35,11 +35,10 @@ def build_learner(
     max_logits_bytes: int | None = None,
     random_weights: bool = False,
 ) -> Learner:
-    """A learner on `parallel.device`. Collective.
+    """Collective.
 
-    `auto` was resolved before (`auto_settings`): here it is off. `seq_len` is the most tokens of a sample, if known.
-    `max_logits_bytes` None suits the device. Raises ModelError, and ValueError for settings that do not fit the model
-    or the group.
+    `auto` counts as off here (see `auto_settings`). `seq_len`: the most tokens of a sample, if known.
+    `max_logits_bytes` None suits the device. Raises ModelError, and ValueError for unsuitable settings.
     """
     compute_dtype = resolve_dtype(config)
     if compute_dtype not in DTYPES.values():

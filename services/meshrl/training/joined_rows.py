@@ -1,4 +1,4 @@
-"""Joins rows that go through the model together, of one step or of several runs: fewer passes, each of more tokens.
+"""Joins rows, of one step or of several runs: fewer passes, each of more tokens.
 
 A pass gathers parameters, launches kernels, and reads and writes all weights and gradients of a mixture's experts.
 Losses do not depend on how samples are divided over rows.

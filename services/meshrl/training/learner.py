@@ -1,4 +1,4 @@
-"""The learner: the policy and its passes, which make a run's step from the packed micro-batches of a batch.
+"""The learner makes a run's step from the packed micro-batches of a batch.
 
 Every rank gets the whole batch and trains the rows of its ParallelPlan; the collectives are inside.
 
@@ -85,7 +85,7 @@ class RunRows:
 
 
 class Learner:
-    """A policy on the ranks of a group, and the passes that train it for a run.
+    """A policy on the ranks of a group.
 
     Every rank makes the same calls with the same rows, in the same order.
     """
@@ -123,8 +123,7 @@ class Learner:
         policy.train()
 
     def take_up(self, run: RunState) -> None:
-        """Goes on with the run: mounts its adapters and its random state. To be called before anything that works on a
-        run's weights."""
+        """Goes on with the run: mounts its adapters and its random state. Comes before all work on a run's weights."""
         if run is self._run:
             return
         self.put_aside()
@@ -135,7 +134,7 @@ class Learner:
             restore_random_state(run.random_state, self.device)
 
     def put_aside(self) -> None:
-        """Keeps the random state of the run that was taken up."""
+        """Keeps the run's random state."""
         if self._run is not None:
             self._run.random_state = random_state(self.device)
         self._run = None
@@ -162,8 +161,8 @@ class Learner:
         Several runs must be such that `joins` holds for; the first rows of all are then one row of the pass, and so on.
 
         Raises StepError when a loss is not finite (then on every rank), or when a process on its own runs out of device
-        memory; a group ends, since its ranks wait for each other. A call that fails drops the whole gradient of a run,
-        that of earlier passes included, and leaves those of several runs as before.
+        memory; a group ends instead. A failure drops the whole gradient of one run, earlier passes included, and leaves
+        those of several as before.
         """
         started = time.perf_counter()
         runs, alone = [part.run for part in parts], len(parts) == 1
@@ -229,9 +228,8 @@ class Learner:
     def optim_step(self, run: RunState) -> StepResult:
         """Clips the run's gradient, which is used up, and steps its optimizer.
 
-        Raises StepError, with weights and optimizer as before on every rank, when the run has no gradient, when it is
-        not finite, or when memory runs out before the weights are touched, as in `pass_rows`. Raises UpdateError
-        when the optimizer itself fails: the run's weights are of no use any more. Over adapters every rank raises it.
+        Raises StepError when the run has no gradient or none that is finite, or when memory runs out before the weights
+        are touched, as in `pass_rows`. Raises UpdateError when the optimizer itself fails; over adapters on every rank.
         """
         if not run.passes:
             raise StepError(
@@ -333,7 +331,6 @@ class Learner:
 
     @contextmanager
     def _looking(self, run: RunState) -> Iterator[None]:
-        """Passes inside are the run's, without dropout."""
         self.take_up(run)
         self.policy.eval()
         try:
@@ -360,7 +357,7 @@ class Learner:
         return [replace(row, loss=replace(row.loss, total=row.loss.total.detach())) for row in made]
 
     def _forward(self, parts: Sequence[RunRows], rows: Sequence[MicroBatch]) -> list[RowRecord]:
-        """Passes a row of each part together, even without any token: other ranks wait in the pass's collectives."""
+        """Also without any token: other ranks wait in the pass's collectives."""
         whole = joined_row(rows)
         share = self.parallel.context
         self._routing.tokens = None if share is None else share.real(len(whole.token_ids))
@@ -420,7 +417,7 @@ def _added(parts: Iterable[Mapping[str, SupportsFloat]]) -> dict[str, float]:
 
 
 def to_row(micro_batch: MicroBatch, device: torch.device, kernels: Kernels | None = None) -> PackedRow:
-    """A micro-batch on the device, laid out for packed attention; padded to equal parts if ranks share it."""
+    """On the device, for packed attention; padded to equal parts if ranks share it."""
     predicted = predicted_tokens(micro_batch)
     offsets, token_ids, position_ids = micro_batch.sample_offsets, micro_batch.token_ids, micro_batch.position_ids
     temperatures = np.repeat(micro_batch.temperatures, np.diff(offsets))[predicted]

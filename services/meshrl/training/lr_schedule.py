@@ -1,4 +1,4 @@
-"""The learning rate of a step as a pure function, so that the step number is all there is to resume."""
+"""The learning rate as a pure function of the step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Estimates before a model is loaded whether it can be trained in this memory; if not, an error names the remedy.
+"""Estimates before a model is loaded whether it can be trained in this memory.
 
 A lower bound: weights, gradients and optimizer state, which a step holds at once, and a published version's snapshot.
 Activations come on top, so a long row may still be too much.
@@ -92,8 +92,7 @@ def state_bytes(optim: OptimConfig) -> int:
 
 
 def check_fits(name: str, need: MemoryNeed, there: int | None, parallel: RankGroup) -> None:
-    """Raises ModelError, on every rank, when the model needs more than is `there` on some rank; None is unknown.
-    Collective."""
+    """Raises ModelError, on every rank, when some rank has too little; None is unknown. Collective."""
     device = parallel.device
     ranks = parallel.plan.world_size if device.type == "cpu" else 1  # processes that share this memory
     if not parallel.any(there is not None and need.total * ranks > there):

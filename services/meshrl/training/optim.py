@@ -1,4 +1,4 @@
-"""Builds the optimizer, clips and measures gradients, and steps: the last part of a learner's step.
+"""The last part of a learner's step: gradients are clipped and measured, and the optimizer steps.
 
 A rank holds and updates its own part of sharded parameters; every measure is the same on all ranks.
 """
@@ -80,7 +80,6 @@ HostState = dict[torch.Tensor, dict[str, torch.Tensor]]  # by parameter and name
 
 @torch.no_grad()
 def _to_device(part: torch.optim.Optimizer) -> HostState:
-    """Replaces the state, but for scalars, by copies beside its parameters; returns what it was."""
     waiting: HostState = {}
     for parameter, state in part.state.items():
         for name, value in state.items():
@@ -111,8 +110,8 @@ def _wait_for_copies() -> None:
 def build_optimizer(model: PreTrainedModel, config: OptimConfig, *, cpu_offload: bool = False) -> Optimizer:
     """The configured optimizer over the model's trainable parameters; vectors have no weight decay.
 
-    adamw: arXiv 1711.05101. muon is for the matrices between embeddings and head, its steps scaled to the size of
-    AdamW's, which the rest has, so that one rate serves both. Raises ValueError when nothing is trainable.
+    adamw: arXiv 1711.05101. muon is for the matrices between embeddings and head, AdamW for the rest. Raises ValueError
+    when nothing is trainable.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trainable:
@@ -174,8 +173,8 @@ def copies(tensor: torch.Tensor) -> int:
 
 @torch.no_grad()
 def gradient_zeros(parameters: Iterable[nn.Parameter]) -> tuple[torch.Tensor, float]:
-    """How many trainable scalars of this rank's parts have a gradient of exactly zero or none, and how many exist; one
-    that n ranks have counts as 1 / n on each. A high share means a dead path or a wrong mask."""
+    """How many of this rank's trainable scalars have a gradient of zero or none, and how many exist; one that n ranks
+    have counts as 1 / n. A high share means a dead path or a wrong mask."""
     of_all = 0.0
     gradients: defaultdict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
     for parameter in parameters:
@@ -199,7 +198,7 @@ def _adamw(parameters: Sequence[nn.Parameter], config: OptimConfig) -> torch.opt
 
 
 def _groups(parameters: Sequence[nn.Parameter], config: OptimConfig) -> list[dict[str, object]]:
-    """Parameters sharded over another mesh, such as experts, step apart, as torch requires."""
+    """By mesh, as torch requires."""
     groups: dict[object, dict[str, object]] = {}
     for parameter in parameters:
         is_vector = parameter.ndim < 2
@@ -212,7 +211,6 @@ def _groups(parameters: Sequence[nn.Parameter], config: OptimConfig) -> list[dic
 
 
 def _divided(parameters: Sequence[nn.Parameter], divide: bool) -> Iterator[Sequence[nn.Parameter]]:
-    """In parts of about OFFLOAD_PART_NUMEL of this rank's scalars, or as they are."""
     part: list[nn.Parameter] = []
     numel = 0
     for parameter in parameters:

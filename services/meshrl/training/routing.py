@@ -1,4 +1,4 @@
-"""Measures how the routers of a mixture of experts spread a step's tokens; used by the learner for its metrics.
+"""Measures how the routers of a mixture of experts spread a step's tokens.
 
 For N tokens, E experts of a layer and k of them for each token:
 

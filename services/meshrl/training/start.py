@@ -1,4 +1,4 @@
-"""The start of a program that trains, on each rank: joining the group, loading the model, resuming a checkpoint."""
+"""The start of a training program, on each rank: joining the group, loading the model, resuming."""
 
 from __future__ import annotations
 
@@ -42,8 +42,7 @@ def load_run(
 ) -> tuple[Learner, RunState, TrainerModelConfig]:
     """The learner, the run at step 0, and the `model` section with each auto resolved. Collective.
 
-    A row has up to `row_tokens`, a sample up to `seq_len`; the rest, and errors, as in `resolve_auto` and
-    `build_learner`.
+    A row has up to `row_tokens`, a sample up to `seq_len`; errors as in `resolve_auto` and `build_learner`.
     """
     if config.torch_threads is not None:
         torch.set_num_threads(config.torch_threads)

@@ -99,7 +99,7 @@ def attention_forward(
     scale: float,
     window_left: int = -1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The operator's work; `plan` holds the tensors of a FusedPlan, in order."""
+    """`plan` holds the tensors of a FusedPlan, in order."""
     offsets, short_index, short_offsets, host = plan
     longest, longest_short, *spans = host.tolist()
     if not spans or window_left >= 0:
@@ -138,7 +138,7 @@ def _attention_backward(
     scale: float,
     window_left: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of queries, keys and values (`inputs`); `plan` as in `attention_forward`."""
+    """Gradients of `inputs`: queries, keys and values."""
     return attention_backward(grad_THD, inputs, out_THD, lse_HT, plan, scale, window_left)
 
 

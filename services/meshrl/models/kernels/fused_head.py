@@ -1,7 +1,6 @@
 """The head's passes over logits on a GPU as one kernel: logprob, entropy and log-sum-exp, and the gradient of a logit.
 
-It reads logits once for the sums and once more for the gradient, about half of what torch.compile's code moves.
-Importing this module needs triton, which comes with torch for GPUs.
+It moves about half of what torch.compile's code does. Importing this module needs triton.
 
 Shapes: P tokens of a piece, V vocabulary.
 """

@@ -15,8 +15,8 @@ def fake_batch(
 ) -> tuple[MicroBatch, ...]:
     """`config.rows` samples for each of `dp_size` ranks, packed.
 
-    Variable lengths are lognormal with a spread of one e-fold around the median, cut at seq_len. With the shape of
-    routers to be `balanced`, tokens go through the experts in turn.
+    Variable lengths are lognormal, one e-fold around the median, cut at seq_len. `balanced`: tokens go through the
+    experts in turn.
     """
     source = np.random.default_rng(seed)
     rows = (config.rows or 1) * dp_size

@@ -1,4 +1,4 @@
-"""Measures a learner on fake data: throughput, model FLOPs utilisation, memory, and where a step's time goes.
+"""Measures a learner on fake data: throughput, utilisation, memory, and where time goes.
 
 tokens/s    tokens of all rows over the time of a step, which ends when its numbers are on the CPU
 MFU         the step's `step_flops` over time, ranks and a device's peak
@@ -118,7 +118,7 @@ def bench_rank(
     seq_len: int,
     environment: Mapping[str, str],
 ) -> BenchReport:
-    """Joins the group, measures, and on rank 0 writes and logs the report.
+    """Measures, and on rank 0 writes and logs the report.
 
     Raises ModelError, and ValueError for settings that do not fit.
     """

@@ -1,4 +1,4 @@
-"""How well a trainer uses its device: floating-point work of a step, the device's peak, memory at its peak."""
+"""How well a trainer uses its device: work of a step, the device's peak, memory at its peak."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Checkpoints of a run: shards to resume from and a Hugging Face snapshot to serve; both trainers use it.
+"""Checkpoints of a run: shards to resume from and a Hugging Face snapshot to serve.
 
     <output_dir>/checkpoints/step_N/trainer/   model, optimizer, progress and random state of every rank
     <output_dir>/weights/step_N/               Hugging Face folder (with lora_adapters/ beside the merged weights)
 
-Tensors are in torch's distributed checkpoint format, every rank writing its own, for any number of ranks to read. A
-folder under its final name is whole on all ranks and on disk. All ranks call each method, in the same order.
+Every rank writes its tensors in torch's distributed checkpoint format, for any number of ranks to read. A folder under
+its final name is whole on disk. All ranks call each method, in the same order.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class _Job:
 
 
 class Checkpointer:
-    """Writes, prunes and restores the checkpoints of one run. Called between steps, from the training thread."""
+    """The checkpoints of one run. Called between steps, from the training thread."""
 
     def __init__(
         self,
@@ -87,10 +87,10 @@ class Checkpointer:
     ) -> None:
         """`snapshot_dtype` is that of the Hugging Face folders, None the one that the weights are trained in.
 
-        `base` is the model that was loaded, of which snapshots keep what training leaves alone. `adapters_of` names the
-        model under the adapters, and has these written on their own as well; without `merges` snapshots are these
-        alone. Leftovers of a killed process are deleted. Collective. Raises CheckpointError when a snapshot of this
-        model could not be written.
+        Snapshots keep of `base`, the loaded model, what training leaves alone. `adapters_of` names the model under the
+        adapters, which are then written on their own as well; without `merges` snapshots are these alone. Deletes
+        leftovers of a killed process. Collective. Raises CheckpointError for a model of which no snapshot can be
+        written.
         """
         self.progress = TrainingProgress()
         self._learner = learner
@@ -133,7 +133,7 @@ class Checkpointer:
         """Writes the state after the last step and returns its folder. The same step again is a no-op.
 
         Another run's folder there is replaced. Raises CheckpointError, on all ranks, when one of them cannot write, or
-        an earlier save in the background could not.
+        could not in the background.
         """
         self.wait_for_save()
         with self._run.optimizer.state_open():
@@ -173,7 +173,7 @@ class Checkpointer:
     def save_as(
         self, config: CheckpointConfig, on_durable: Callable[[int, Path], None] = lambda step, folder: None
     ) -> None:
-        """Saves as configured, and prunes once the checkpoint is on disk."""
+        """Saves as configured, then prunes."""
 
         def written(step: int, folder: Path) -> None:
             on_durable(step, folder)
@@ -394,7 +394,6 @@ class Checkpointer:
     # --- folders ------------------------------------------------------------------------------------
 
     def _leave_other_branch(self, step: int) -> None:
-        """Sets aside later steps' checkpoints, of another run or from before this one went back."""
         self._on_branch = True
         if not self._group.plan.leads:
             return

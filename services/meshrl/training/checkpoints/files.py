@@ -1,7 +1,7 @@
-"""Folders that appear on disk whole or not at all, and the manifest in each; the checkpointer writes these.
+"""Folders that appear on disk whole or not at all, each with a manifest.
 
-A folder is written as `NAME.partial`, flushed, and renamed, so that neither a kill nor a power cut leaves a half of it
-under its name. It is deleted by way of `NAME.deleted`. The next start deletes leftovers of both kinds.
+A folder is written as `NAME.partial`, flushed, and renamed; it is deleted by way of `NAME.deleted`. The next start
+deletes leftovers of both.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def supersede(folder: Path) -> Path:
 
 
 def sweep(root: Path, part: str | None) -> None:
-    """Deletes a killed process's leftovers among the steps under `root`, and among their parts of that name."""
+    """Deletes leftovers among the steps under `root`, and among their parts of that name."""
     for step in steps_in(root):
         folder = step_folder(root, step)
         leftovers = [folder / (part + suffix) for suffix in (PARTIAL, DELETED)] if part is not None else []

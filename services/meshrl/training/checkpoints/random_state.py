@@ -42,8 +42,7 @@ def restore_random_state(state: Mapping[str, torch.Tensor], device: torch.device
 
 
 def seed_rank(seed: int, step: int, plan: ParallelPlan) -> None:
-    """Starts all generators of a rank that has no saved state: alike on ranks with the same tokens, whose dropout must
-    fall alike, and differently on others."""
+    """Starts the generators of a rank without saved state: alike on ranks with the same tokens, for equal dropout."""
     digest = hashlib.sha256(f"{seed}/{step}/{plan.rank // plan.tp}".encode()).digest()
     torch.manual_seed(int.from_bytes(digest[:7], "little"))
     random.seed(digest)

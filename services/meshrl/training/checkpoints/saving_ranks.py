@@ -22,8 +22,8 @@ _NEEDED = (
 
 
 class SavingRanks(RankGroup):
-    """The ranks of another RankGroup, with a control group of their own, so that a save in the background never mixes
-    with a step's collectives; for one thread at a time."""
+    """A RankGroup's ranks with a control group of their own, so that a save in the background never mixes with a step's
+    collectives. For one thread."""
 
     @classmethod
     def beside(cls, parallel: RankGroup, *, timeout_s: float) -> SavingRanks:
@@ -48,7 +48,7 @@ class SavingRanks(RankGroup):
 
 
 def reason(error: BaseException) -> str:
-    """The error in a line; torch's own shows all ranks' tracebacks."""
+    """One line; torch's own shows all ranks' tracebacks."""
     if isinstance(error, CheckpointException):
         return "; ".join(f"rank {rank}: {failure}" for rank, (failure, _) in sorted(error.failures.items()))
     return str(error)

@@ -20,10 +20,10 @@ _MODEL, _OPTIMIZER = "model", "optimizer"
 
 
 def run_tensors(model: nn.Module, run: RunState) -> dict[str, torch.Tensor]:
-    """The run's trained tensors and its optimizer's state, this rank's shards, sharing memory with model and run.
+    """This rank's shards of the trained tensors and optimizer state, sharing memory with model and run.
 
-    A run over a set has its adapters, which must be mounted, and modules trained whole; another has all parameters and
-    persistent buffers. Keys are `model/NAME` and `optimizer/KEY/NAME`. For use within `run.optimizer.state_open()`.
+    A run over a set has its mounted adapters and modules trained whole; another has all parameters and persistent
+    buffers. Keys are `model/NAME` and `optimizer/KEY/NAME`. For use within `run.optimizer.state_open()`.
     """
     parameters = dict(model.named_parameters())
     if run.adapters is not None:
@@ -110,7 +110,7 @@ def _check_same_model(own: Mapping[str, torch.Tensor], held: Mapping[str, object
 
 
 def take_over(model: nn.Module, run: RunState, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Gives the optimizer its state in `tensors`."""
+    """Fills the optimizer."""
     owners, parameters = _owners(run), dict(model.named_parameters())
     for part in run.optimizer.parts:
         part.state.clear()

@@ -1,7 +1,6 @@
 """Writes a gathered state as a Hugging Face folder.
 
-Configuration, ties and files come from an outline, the model without storage, so that writing never touches the model
-that trains.
+The rest comes from an outline, the model without storage, so that writing never touches the one that trains.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ class WeightsWriter:
         base: ModelConfig | None = None,
         base_name: str | None = None,
     ) -> None:
-        """`base` is the model that was loaded, whose generation_config.json snapshots keep; `base_name` is that under
-        the adapters, when those are written on their own as well.
+        """Snapshots keep the generation_config.json of `base`. `base_name` is the model under adapters that are written
+        on their own as well.
 
         Writes a snapshot without weights to try it. Raises CheckpointError for a model that cannot be written.
         """

@@ -1,5 +1,4 @@
-"""Refuses layouts that a model cannot be trained in, before its weights are loaded. That sizes divide the ranks is
-checked by the ParallelPlan."""
+"""Refuses layouts that a model cannot be trained in, before its weights are loaded."""
 
 from __future__ import annotations
 

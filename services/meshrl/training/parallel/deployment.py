@@ -1,4 +1,4 @@
-"""How many processes a trainer is: the `deployment` section, and whether this process is one of them."""
+"""The `deployment` section: how many processes a trainer is."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def _through_experts(
     chosen_TK: torch.Tensor,
     weights_TK: torch.Tensor,
 ) -> torch.Tensor:
-    """The weighted outputs (T, H) of a layer's `count` experts; ranks have different tokens."""
+    """(T, H); ranks have different tokens."""
     experts_S, each = chosen_TK.flatten(), chosen_TK.shape[1]
     order_S = experts_S.argsort()
     back_S = _inverse(order_S)
@@ -146,7 +146,7 @@ def _inverse(order: torch.Tensor) -> torch.Tensor:
 
 
 def _to_host(numbers: torch.Tensor) -> Callable[[], Any]:
-    """Begins to copy numbers to the host; the result waits for them alone, not for the device's later work."""
+    """Begins a copy; the result waits for it alone, not for the device's later work."""
     if not numbers.is_cuda:
         return numbers.tolist
     host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)

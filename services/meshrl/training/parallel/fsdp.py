@@ -141,7 +141,7 @@ def _float32_routers(model: PreTrainedModel) -> Iterator[nn.Module]:
 
 
 class StepPasses:
-    """What the units of a sharded policy keep between the rows of a step.
+    """What a sharded policy keeps between the rows of a step.
 
     With `reshard_after_forward` false, parameters stay gathered, and gradients are added up on each rank and summed
     over the ranks after the last row. A unit on one rank alone sums nothing: its total becomes the gradient of its
@@ -184,7 +184,7 @@ class StepPasses:
         self.drop()
 
     def drop(self) -> None:
-        """Forgets the rows' gradients, as after a failure."""
+        """Forgets the rows' gradients."""
         for unit in self._waiting:
             for parameter in group.fsdp_params if (group := _group(unit)) else ():
                 parameter.unsharded_accumulated_grad = None
@@ -234,7 +234,6 @@ def _offloaded(forward: Callable[..., object], config: ActivationOffloadConfig) 
 
 
 def _selective_contexts(*, products: bool) -> tuple[object, object]:
-    """Keeps attention's output and, with `products`, every second matrix product."""
     SAC_IGNORED_OPS.update(_MARKS)
     seen = {True: 0, False: 0}
 

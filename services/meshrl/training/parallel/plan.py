@@ -92,7 +92,7 @@ class ParallelPlan:
 
     @property
     def reports(self) -> bool:
-        """Whether this rank's measures of its rows count: of ranks that share rows, one does."""
+        """Of ranks that share rows, one does."""
         return self.rank % (self.cp * self.tp) == 0
 
     @property

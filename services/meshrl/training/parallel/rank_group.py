@@ -1,7 +1,7 @@
 """RankGroup: the process groups of a ParallelPlan, this rank's device, and the collectives of plain data.
 
-Model data moves over the device's backend (NCCL or gloo) through the mesh; everything else, such as a batch, a record
-or a vote, over a gloo group on the CPU, so that it never waits behind a kernel.
+Model data moves over the device's backend (NCCL or gloo); everything else over a gloo group on the CPU, so that it
+never waits behind a kernel.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The main of `trainer` and `sft`: this process becomes one rank of a training group, or the agent of its ranks."""
+"""The main of `trainer` and `sft`: one rank of a training group, or the agent of its ranks."""
 
 from __future__ import annotations
 
@@ -30,9 +30,8 @@ def rank_main(
 ) -> None:
     """Runs `meshrl.<name>.main`, and ends the process with its exit code.
 
-    `prepare` is called once for a group, by the process that is started first, before anything is written. A rank is
-    `run_rank(config, rank)` of `meshrl.<name>.program`, imported only here, since an agent needs none of it; so
-    `run_bench` imports on its call. The program's log file has the lines of rank 0 and of the agent.
+    `prepare` is called once for a group, before anything is written. A rank is `run_rank(config, rank)` of
+    `meshrl.<name>.program`, imported only here, since an agent needs none of it; so `run_bench` imports on its call.
     """
     end_with_agent(os.environ)
     wait_briefly(os.environ)

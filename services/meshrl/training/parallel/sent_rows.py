@@ -1,4 +1,4 @@
-"""Packed rows as bytes for the other ranks: protobuf messages, each after its length."""
+"""Packed rows as bytes: protobuf messages, each after its length."""
 
 from __future__ import annotations
 

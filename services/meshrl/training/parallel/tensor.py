@@ -165,7 +165,6 @@ def _styles(model: PreTrainedModel) -> Mapping[str, str]:
 
 
 def _between(model: PreTrainedModel, plan: Mapping[str, str]) -> str | None:
-    """A parameter among divided layers that is of no layer and no norm, if any."""
     parents = {name.rpartition(".")[0] for name, style in plan.items() if style in (COLUMNS, ROWS)}
     for name, module in model.named_modules():
         known = name in plan or isinstance(module, nn.Linear) or "Norm" in type(module).__name__
@@ -176,7 +175,7 @@ def _between(model: PreTrainedModel, plan: Mapping[str, str]) -> str | None:
 
 
 def _vocabulary(model: PreTrainedModel) -> list[nn.Module]:
-    """Embedding and head, if both can be divided; they may share their weight."""
+    """Embedding and head, if both can be divided."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     plain = type(embedding) is nn.Embedding and type(head) is nn.Linear
     return [embedding, head] if plain and not transforms_logits(model) else []

@@ -1,4 +1,4 @@
-"""Starts the ranks of a training program on this machine and watches over them: torchrun's agent, with an orderly end.
+"""Starts the ranks of a training program on this machine: torchrun's agent, with an orderly end.
 
 The plain `torchrun` command fails when it is asked to end, and gives its workers 30 s. Here SIGTERM, SIGINT and SIGHUP
 reach rank 0 as SIGTERM, which drains and stops the others, and the exit code is theirs. A SIGHUP that was ignored at
@@ -81,7 +81,7 @@ class RankAgent(LocalElasticAgent):
         super().__init__(spec, logs, exit_barrier_timeout=EXIT_BARRIER_S)
 
     def run_ranks(self, environment: MutableMapping[str, str]) -> int:
-        """Runs the ranks to their end; returns the exit code. `environment` is this process's, and theirs."""
+        """Returns the exit code. `environment` is this process's, and theirs."""
         environment["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the others are handled here
         environment.setdefault("OMP_NUM_THREADS", "1")
         environment[AGENT_PID] = str(os.getpid())
