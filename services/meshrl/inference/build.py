@@ -123,7 +123,6 @@ def build_engine(config: InferenceConfig) -> EmbeddedEngine:
 
 
 def _cache_bytes(model: PreTrainedModel, *, versions: bool) -> int:
-    """Half of the free memory beside a second copy of the weights for `versions`."""
     shadow = sum(p.nbytes for p in model.parameters()) if versions else 0
     if model.device.type == "cuda":
         free = int(torch.cuda.mem_get_info(model.device)[0])

@@ -42,8 +42,6 @@ BYTES_PER_TOKEN = 16  # no text has so many all through
 
 
 class _Beside:
-    """Work beside the engine's start: text routes get their tokenizer, and a version comes from the hub."""
-
     def __init__(self, config: InferenceConfig, start: Start) -> None:
         self._config, self._start = config, start
         self._loading: asyncio.Task[tuple[PreTrainedTokenizerBase, ChatReplies | None] | None] | None = None
@@ -68,7 +66,7 @@ class _Beside:
             return tokenizer, await asyncio.to_thread(ChatReplies.load, tokenizer, self._config.renderer)
 
     async def codec(self, max_model_len: int) -> TextCodec | None:
-        """None for a model without a tokenizer. Raises ModelError for options of a renderer that fit no replies."""
+        """None for a model without a tokenizer. Raises as `ChatReplies.load`."""
         assert self._loading is not None, "it was begun"
         loaded, config = await self._loading, self._config
         if loaded is None:

@@ -159,7 +159,6 @@ class _Download:
         self._numbers.discard(number)
 
     def _claim_bytes(self, source: ByteSource, rate: float) -> int:
-        """Enough to keep the connection busy, and no bytes that the others could fetch."""
         size = FIRST_CLAIM if not rate else max(SMALLEST, min(round(rate * CLAIM_S), LARGEST_CLAIM))
         if self._downloader.rate_limit.bytes_per_s:
             size = min(
@@ -225,7 +224,6 @@ class _Download:
             raise MeshError(Reason.UNREACHABLE, f"the stream ended {end - at} bytes early")
 
     async def _take(self, claim: Claim, piece: Chunk, now_s: float) -> None:
-        """Checks and stores bytes of a claim; whole chunks on a thread."""
         start, length = claim.at, len(piece.data)
         had = start - piece.offset  # another connection was faster
         whole = piece if not had and start + length <= claim.end and self._held.is_chunk(start, length) else None

@@ -79,7 +79,6 @@ class RangeQueue:
         return claim
 
     def _help(self, now_s: float, rate: float, patience_s: float) -> Claim | None:
-        """A claim that stands still, or half of the longest one."""
         for claim in self._claims:
             if claim.at < claim.end and now_s - claim.quiet_from_s > patience_s * claim.connections:
                 claim.connections += 1

@@ -139,7 +139,6 @@ class Uploader:
     async def _send(
         self, manifest: Manifest, buffer: NDArray[np.uint8] | None, missing: Sequence[int]
     ) -> StagedVersion:
-        """Sends the hub a manifest and the missing chunks, once. Raises MeshError once all connections have ended."""
         if buffer is None:
             return await self._client.create_version(manifest, stall_s=self._retry_for_s)
         length_of = {chunk.offset: chunk.length for chunk in manifest.chunks}

@@ -52,7 +52,6 @@ class EngineCaller:
             logger.log("WARNING" if trouble else "INFO", "engine {} {}", url, trouble or "follows this hub")
 
     def _ask(self, url: str) -> str:
-        """Why an engine does not follow; empty when it does. Blocking."""
         body = {**self._hub, "url": url}
         try:
             status, answer = ask_blocking(

@@ -114,7 +114,6 @@ class Hub:
 
     @property
     def failed(self) -> asyncio.Future[BaseException]:
-        """Done, with the cause, when the hub must not go on."""
         return self._actions.failed
 
     # --- life ---------------------------------------------------------------------------------

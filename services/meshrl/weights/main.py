@@ -140,10 +140,7 @@ async def serve_relay(config: WeightsConfig, upstream: str, stop: asyncio.Event,
 
 
 def _enrollment(folder: Path, port: int | None) -> EnrollmentServicer | None:
-    """The service that renews certificates and lets hosts join; None without the run's authority here.
-
-    Raises ConfigError where hosts are to join without it.
-    """
+    """None without the run's authority here. Raises ConfigError where hosts are to join without it."""
     if port is None and not os.path.exists(folder / "ca.key"):
         return None
     try:
@@ -153,7 +150,6 @@ def _enrollment(folder: Path, port: int | None) -> EnrollmentServicer | None:
 
 
 def _token_for_engines() -> str | None:
-    """The token for engines that this hub calls; None where it asks for none. Raises ConfigError."""
     files = CredentialFiles.from_environ(os.environ)
     if files.trust is None or files.cert is not None:  # with certificates, engines have their own
         return None

@@ -89,7 +89,6 @@ class Relay:
         return artifact_id in self._pulls and not self._pulls[artifact_id].done()
 
     def _is_arriving(self, artifact_id: str) -> bool:
-        """Whether it is fetched now. Raises the error of its last fetch."""
         pull = self._pulls.get(artifact_id)
         if pull is None or not pull.done():
             return pull is not None

@@ -486,10 +486,7 @@ class WeightAgent:
         self._perform(held.line.resumed(report))
 
     async def _probe(self, run_id: str, prepared: PreparedVersion) -> float | None:
-        """The error in nats of the version that the engine has just begun to serve; None without a probe.
-
-        Raises MeshError ENGINE_FAILED, with the version no longer served, if it does not compute as the trainer.
-        """
+        """The error in nats of the version just applied; None without a probe. Raises MeshError ENGINE_FAILED."""
         probe, engine, version = prepared.manifest.probe, self._engine, prepared.manifest.version
         if probe is None:
             return None
@@ -546,8 +543,8 @@ def apply_span(
 ) -> Iterator[trace.Span]:
     """The span `rl.sync.apply`: from the decision for a version until the engine serves it.
 
-    It is in the trace of the hub's `rl.sync` of the version: both compute its ids alike (`meshrl.wire.trace`). It is
-    current inside, so that log lines name its trace. Without anything prepared it is alone.
+    It is in the trace of the hub's `rl.sync` of the version: both compute its ids alike (`meshrl.wire.trace`). Without
+    anything prepared it is alone.
     """
     parent = None if prepared is None else sync_context(version, prepared.manifest.result_root)
     context = Context() if parent is None else trace.set_span_in_context(trace.NonRecordingSpan(parent))

@@ -2,8 +2,7 @@
 
 `JOINING -> SEEDING -> READY(v) -> FETCHING(w) -> PREPARED(w) -> APPLYING(w) -> READY(w)`. A fault while fetching goes
 back to the start; a fault while applying goes to POISONED, from where only a fully fetched, verified and applied
-version leads back to READY. An artifact is applied only after its fetch was verified and its commit arrived, so an
-engine never serves half of a version or an undecided one.
+version leads back to READY. An artifact is applied only after its fetch was verified and its commit arrived.
 
 Each run of the hub has these states of its own (`LineMachine`). Groups of the nccl transport and sleep are independent
 of them: an engine that sleeps is READY, and a request or a version wakes it.
@@ -219,7 +218,6 @@ class LineMachine:
         return self._apply() if self.target.committed else [self._report()]
 
     def fetch_failed(self, artifact_id: str, fault: AgentFault) -> list[Action]:
-        """The artifact cannot be fetched or is not that of its manifest: the old version stays."""
         if self.target is None or self.target.artifact_id != artifact_id or not self._fetching:
             return []
         refused = self.target
@@ -227,7 +225,6 @@ class LineMachine:
         return [self._report(fault=fault, about=refused), *self._next()]
 
     def applied(self, artifact_id: str, report: ApplyReport) -> list[Action]:
-        """The engine holds the artifact; with hold it is still paused, else it generates again."""
         assert self.state is AgentState.APPLYING
         assert self.target is not None
         assert self.target.artifact_id == artifact_id
@@ -248,7 +245,6 @@ class LineMachine:
         return True
 
     def apply_failed(self, fault: AgentFault) -> list[Action]:
-        """The engine may hold torn weights: it stays paused until another version was applied in full."""
         assert self.state is AgentState.APPLYING
         assert self.target is not None
         torn = self.target
@@ -277,7 +273,6 @@ class LineMachine:
         return ResumeEngine(run_id=self.run_id)
 
     def _finishes_first(self, newer: Commit) -> bool:
-        """Whether a decided version is fetched to its end and served before a newer one."""
         target = self.target
         return self._fetching and target is not None and target.committed and newer.version > target.version
 
@@ -389,14 +384,12 @@ class AgentMachine:
         return [self._report()]
 
     def join_failed(self, group: JoinGroup, fault: AgentFault) -> list[Action]:
-        """Not everybody came: the engine is in no group, and otherwise as before."""
         if group != self._last_join:
             return []
         self._last_join = None
         return [self._report(fault)]
 
     def slept(self, number: int, fault: AgentFault | None = None) -> list[Action]:
-        """A Sleep is over: the engine sleeps, has work, or could not sleep."""
         self.sleep_answered = number
         return [self._report(fault)]
 
@@ -407,7 +400,6 @@ class AgentMachine:
         return [self._report()]
 
     def _report(self, fault: AgentFault | None = None) -> SendReport:
-        """About no version; a message is always of some run."""
         return SendReport(run_id=next(iter(self.lines)), fault=fault, of_group=fault is not None)
 
 

@@ -1,7 +1,7 @@
 """Loads versions into an engine's shadow copy of the weights, while the engine generates.
 
 The bytes come from the publisher's files if this host can read them, else in chunks from relays or the hub, or by
-broadcast. All are checked against the manifest's digests. A refused version leaves the live weights as they are.
+broadcast. All are checked against the manifest's digests.
 """
 
 from __future__ import annotations
@@ -166,10 +166,6 @@ class VersionLoader:
             raise
 
     async def _load_steps(self, found: FoundVersion) -> None:
-        """Loads a version by the steps that lead to it, over the image or the engine's own weights.
-
-        Raises MeshError DIGEST_MISMATCH also if the weights here are not as they should be.
-        """
         version, patches = found.manifest, self._engine.patches
 
         def unreachable(why: str) -> MeshError:
@@ -320,7 +316,6 @@ class VersionFetcher:
         return await asyncio.to_thread(self._spool.write, manifest.version, await self.fetch_delta(manifest))
 
     async def _mapped(self, manifest: Manifest) -> HostBytes | None:
-        """The publisher's files in place; None when they cannot be read here."""
         for attempt in (1, 2):  # again once: the first try may have met a cache that was behind
             try:
                 held = await asyncio.to_thread(map_files, manifest.files)

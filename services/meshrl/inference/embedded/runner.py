@@ -260,7 +260,6 @@ class RecomputingRunner(ModelRunner):
         return logits_RV
 
     def _noting(self, table: SlotTable, rows_B: NDArray[np.int64], length: int) -> AbstractContextManager[None]:
-        """Of each row of `length` tokens: the last one, before the first sampled token the prompt as well."""
         assert self.routes is not None
         fresh_B1 = (table.slots["generated"][rows_B] == 0)[:, None]
         places, positions_N = np.nonzero(fresh_B1 | (np.arange(length) == length - 1))
@@ -307,8 +306,7 @@ def uniforms(keys: NDArray[np.uint64], counters: NDArray[np.uint64]) -> NDArray[
 def reweight(logits_RV: torch.Tensor, table: SlotTable, slots: Sequence[int]) -> torch.Tensor:
     """A copy of the logits in float32, with logit_bias and penalties of the rows in `slots` applied.
 
-    In vLLM's order and by its formulas. Repetition counts prompt and completion (arXiv 1909.05858), presence and
-    frequency the completion alone. U: different tokens of one row.
+    As `SamplingParams` defines them; repetition_penalty is that of arXiv 1909.05858. U: different tokens of one row.
     """
     reweighted_RV = logits_RV.to(torch.float32, copy=True)
     for slot in slots:

@@ -274,7 +274,6 @@ class SlotTable:
     # --- leaving and moving -----------------------------------------------------------------
 
     def remove(self, row: RequestRow) -> None:
-        """Wherever it is; the hole is filled so that the slots stay in order."""
         if row.slot < 0:
             if row in self.waiting:
                 self.waiting.remove(row)

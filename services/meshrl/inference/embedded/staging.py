@@ -141,7 +141,7 @@ class BroadcastReceiver:
         self._receiving: asyncio.Future[Any] | None = None
 
     async def join(self, group: JoinGroup) -> None:
-        """Leaves the group before and meets the others. Raises MeshError GROUP_BROKEN unless all come."""
+        """As `Engine.join_group`."""
         await self.leave()
         from meshrl.versions.collective.broadcasting import Receiver  # torch.distributed is for engines in groups only
 

@@ -30,8 +30,6 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Command:
-    """`run` between two steps, or `refuse`d once the thread has ended."""
-
     run: Callable[[], None]
     refuse: Callable[[MeshError], None] = lambda error: None
 
@@ -143,8 +141,7 @@ class StepThread:
             self._clear(1)
 
     def _clear(self, rows: int) -> None:
-        """Zeroes the slots of the rows that left last before their end: their values may not be finite, which a mask
-        does not stop."""
+        """Zeroes the slots of rows that left before their end: a mask does not stop values that are not finite."""
         if self.runner.cache is not None:
             for slot in range(self.table.occupied, self.table.occupied + rows):
                 self.runner.cache.clear_slot(slot, int(self.table.slots["cached"][slot]))

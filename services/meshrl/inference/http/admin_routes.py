@@ -1,7 +1,7 @@
 """Routes that change an engine: pausing it, putting it to sleep, loading weights by hand, joining a group by hand.
 
-A hub calls /follow_hub; the others are for an engine under a trainer of its own. A hub's agent undoes weights loaded by
-hand as soon as it notices, and a group joined by hand replaces the hub's until the next one.
+A hub calls /follow_hub; the others are for an engine under a trainer of its own. A group joined by hand replaces the
+hub's until the next one.
 """
 
 from __future__ import annotations
@@ -88,7 +88,6 @@ class AdminRoutes:
         return web.json_response({"status": "running", "in_flight": self._engine.in_flight})
 
     async def _sleep(self, _request: web.Request) -> web.StreamResponse:
-        """Until the next request or version; with either under way the engine stays awake."""
         if not self._engine.can_sleep:
             raise MeshError(
                 Reason.NOT_SUPPORTED, "this engine has no sleep mode; start vLLM on a GPU with enable_sleep_mode"

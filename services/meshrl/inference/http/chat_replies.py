@@ -95,5 +95,4 @@ def _call_json(call: ParsedToolCall) -> dict[str, object]:
 
 
 def _before(stops: Sequence[str], text: str) -> str:
-    """The text up to the first stop string, behind which tokens go on."""
     return text[: min([found for stop in stops if (found := text.find(stop)) >= 0], default=len(text))]

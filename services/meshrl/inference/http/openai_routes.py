@@ -237,7 +237,6 @@ class _Answer:
         return {"message": message}
 
     def _delta(self, body: ChatBody, piece: _Piece) -> dict[str, object]:
-        """With tools nothing until the end, since a call is known once it is whole."""
         if not body.offered_tools:
             return {"delta": {"content": piece.text}}
         if piece.finish_reason is None:
@@ -268,7 +267,7 @@ class _Answer:
         return [{**entry(*token), "top_logprobs": [entry(*top) for top in tops]} for *token, tops in sampled]
 
     def _plain_logprobs(self, piece: _Piece) -> dict[str, object]:
-        """A token's offset is the place in the text where it begins; parts of one character begin at the same place."""
+        """The offsets are those of the text; parts of one character begin at the same place."""
         tokens, choice = piece.tokens, piece.choice
         token_ids, logprobs = tokens.token_ids.tolist(), [said(each) for each in tokens.logprobs.tolist()]
         names = [self._name(token_id) for token_id in token_ids]

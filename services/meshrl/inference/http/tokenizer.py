@@ -137,8 +137,7 @@ def _text_bytes(value: object) -> int:
 class TextStream:
     """Turns tokens that arrive over time into text, and ends it before a stop string.
 
-    Text that may still change stays back: half a character, or the beginning of a stop string. The work for a token
-    does not grow with their number.
+    Text that may still change stays back: half a character, or the beginning of a stop string.
     """
 
     def __init__(self, codec: TextCodec, *, skip_special_tokens: bool, stops: Sequence[str] = ()) -> None:

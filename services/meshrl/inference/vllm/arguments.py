@@ -113,7 +113,6 @@ def automatic(model_config: ModelConfig, given: JsonObject, *, versions: bool) -
 
 
 def _graphs(given: JsonObject) -> dict[str, list[int]]:
-    """Batch sizes of CUDA graphs, unless `given` has any setting of them or of how vLLM compiles."""
     chosen = {"cudagraph_capture_sizes", "max_cudagraph_capture_size", "compilation_config", "speculative_config"}
     if chosen & given.keys() or not (slots := given.get("max_num_seqs")):
         return {}

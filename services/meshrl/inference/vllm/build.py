@@ -130,7 +130,7 @@ def _vllm_config(config: InferenceConfig, *, headless: bool = False) -> VllmConf
 
 
 def _start(vllm_config: VllmConfig, *, forks: bool) -> AsyncLLM:
-    """Starts vLLM's processes; with `forks` out of this one, so that none of them imports vLLM again, for seconds each.
+    """Starts vLLM's processes; with `forks` out of this one, so that none of them imports vLLM again.
 
     Only processes with one thread of torch and no GPU may be forked: in the new one OpenMP would wait for ever for
     threads of the old one.

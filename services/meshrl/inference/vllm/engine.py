@@ -1,7 +1,7 @@
 """The vLLM engine: vLLM's async front end as an `Engine`, in the process that serves HTTP.
 
 Requests go to vLLM's engine process as token ids and come back whole (see `whole_completions`), unless they stream;
-weights go to its workers (see `worker`). A version has its own prefix-cache salt, so none reads another's blocks.
+weights go to its workers (see `worker`).
 
 Asleep (vLLM's sleep mode, level 1), its scheduler is paused and only a copy of the weights on the host is left. Waking
 ends that pause, which the scheduler counts like any other.

@@ -35,7 +35,6 @@ class GpuWorker(WeightsExtension, Worker):  # type: ignore[misc]  # vLLM has no 
             self._meshrl_shadow = build_shadow(self, leave_bytes=HEADROOM_BYTES + ACTIVATION_BYTES)
 
     def determine_available_memory(self) -> int:
-        """The configured share, less all that this process holds and will hold."""
         # Its first pass compiles the model. vLLM moves Triton's folder then, but not where it finds a compiled model:
         # the next start would look for the kernels of later phases in another folder, and compile them anew.
         with self._meshrl_phase("compile"), kept_variable("TRITON_CACHE_DIR"):

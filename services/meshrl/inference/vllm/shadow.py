@@ -195,10 +195,9 @@ def bytes_to_come(shadow: WorkerShadow, live: nn.Module) -> int:
 
 
 def tested_shadow(worker: WorkerBase, shadow: WorkerShadow) -> tuple[WorkerShadow, bool]:
-    """The shadow for a worker, and whether it must load versions in place since layers have rearranged their weights.
+    """The shadow for a worker, and whether it must load versions in place.
 
-    If they may have, the checkpoint is loaded once more into `shadow`, before any request comes. Raises RuntimeError
-    when no shadow makes the live weights out of their checkpoint; the live weights are wrong then.
+    Raises RuntimeError when no shadow makes the live weights out of their checkpoint; the live weights are wrong then.
     """
     live = worker.model_runner.get_model()
     if not _may_rearrange(live):

@@ -244,9 +244,9 @@ class WeightsExtension:
             receiver.close()
 
     def _meshrl_begin(self, shadow: WorkerShadow) -> Callable[[Named], None]:
-        """Begins a version in full; the result takes its tensors.
+        """The result takes the tensors of a version in full.
 
-        vLLM loads the first one, which shows where a version's weights lie: later ones are copied there.
+        vLLM loads the first version, which shows where weights lie: later ones are copied there.
         """
         placement, tracer = self._meshrl_placement, None
         if isinstance(shadow, ParameterShadow):
@@ -301,7 +301,6 @@ class WeightsExtension:
         return tensors if self._meshrl_outline is None else as_in_files(self._meshrl_outline, dict(tensors)).items()
 
     def _meshrl_first_shadow(self) -> WorkerShadow:
-        """The one that was built before vLLM measured its room, handed over; else a new one."""
         built, self._meshrl_shadow = self._meshrl_shadow, None
         return built or build_shadow(self)
 

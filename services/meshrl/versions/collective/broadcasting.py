@@ -331,7 +331,6 @@ class Receiver:
         stall_s: float,
         times: ReceiveTimes,
     ) -> None:
-        """Receives each bucket while the one before is taken; `sizes`: from each sender."""
         order = plan.buckets
 
         def start(turn: int) -> tuple[torch.Tensor, list[tuple[Communicator, Operation]]]:
@@ -369,7 +368,6 @@ class Receiver:
     def _assemble(
         self, entries: Sequence[TensorEntry], bucket: Bucket, flat: torch.Tensor
     ) -> list[tuple[str, torch.Tensor]]:
-        """The bucket's whole tensors: views of the buffer where one sender sent all of one, else copies."""
         parts: dict[int, dict[int, torch.Tensor]] = {index: {} for index in range(bucket.first, bucket.last)}
         at = 0
         for piece in (piece for pieces in bucket.pieces for piece in pieces):  # as they lie in `flat`
@@ -387,7 +385,6 @@ class Receiver:
         return tensors
 
     def abort(self) -> None:
-        """Ends the group, from any thread; a receive under way raises GROUP_BROKEN."""
         for communicator in self._communicators:
             communicator.abort()
 

@@ -122,7 +122,6 @@ class WeightImage:
         self._hashing.submit(self._hash_at_rest)
 
     def _edit(self, batch: Sequence[Packed], digester: Digester, *, forward: bool) -> tuple[Edit, Differences]:
-        """The edit by some pieces and, unless elements are bytes, the change of the digests."""
         found = unpack(*batch)
         old = words_of(self._bytes, found.run).take(found.places)
         rank = ordered(old)

@@ -167,7 +167,7 @@ class BroadcastShare:
             group.abort()
 
     def release_snapshot(self) -> torch.Tensor | None:
-        """Drops the last snapshot, since the training thread makes the next; returns a free buffer, if any."""
+        """As `RowShare.release_snapshot`."""
         snapshot = self.held.drop()
         with self._lock:
             return self._base.free_buffer(None if self._reading else snapshot)
@@ -339,7 +339,6 @@ class BroadcastTransport:
             self._manifest = delta_manifest(base, in_full, tuple(chunks))
 
     async def _base_of(self, version: int) -> Manifest | None:
-        """The version before, where a delta from it is wanted and every engine of the group serves it."""
         rule, group, self._takes_deltas = self._rule, self._group, False
         if rule is None or group is None or capabilities.BROADCAST_DELTAS not in self._hub:
             return None
@@ -387,10 +386,7 @@ class BroadcastTransport:
         return {name: engine for name, engine in engines.items() if name not in misfits}
 
     async def _open_group(self, *, with_busy: bool = False) -> None:
-        """Forms a group of the engines that can take part, unless they are one.
-
-        Busy are those that pull the last version, or wait for it in a group that broke: the others would wait for them.
-        """
+        """Busy engines pull the last version, or wait for it in a group that broke: the others would wait for them."""
         try:
             for _ in range(ATTEMPTS):
                 now_s = time.monotonic()
@@ -413,8 +409,8 @@ class BroadcastTransport:
             logger.warning("no group of engines yet: {}", error)
 
     async def _meet(self, without: set[str]) -> set[str]:
-        """Opens a group and meets its engines; returns those that did not come, and there is no group then. Raises
-        MeshError GROUP_BROKEN, and as the hub."""
+        """Returns the engines that did not come; there is no group then. Raises MeshError GROUP_BROKEN, and as the
+        hub."""
         self._group = None
         opened = await self._client.open_group(
             run_id=self._line.run_id,
@@ -446,7 +442,6 @@ class BroadcastTransport:
         return set()
 
     def _scatters_next(self) -> bool:
-        """Whether the group's ranks know by now what they hold, so that a new one would be scattered."""
         group = self._group
         if group is None or group.generation == self._compared or self._share.scatters or not self._share.may_scatter:
             return False
@@ -489,7 +484,6 @@ class BroadcastTransport:
     # --- engines that lack the newest version -----------------------------------------------------
 
     async def _look_after_late(self, manifest: Manifest, wait_s: float, *, broken: bool) -> None:
-        """Copies a version to the hub once an engine lacks it and no other version comes within `wait_s`."""
         again = Backoff(self._watch_s, COPY_AGAIN_S, jitter=0.0)
         if broken:  # engines that still wait for it leave that group
             await self._open_group(with_busy=True)
@@ -512,7 +506,6 @@ class BroadcastTransport:
             await asyncio.sleep(pause_s)
 
     async def _lacking(self, version: int) -> Sequence[str]:
-        """Engines that have not got a version and do not wait for one."""
         return sorted(
             name
             for name, engine in (await self._capable()).items()
@@ -528,7 +521,6 @@ class BroadcastTransport:
         await self._uploader.seal(copy, staged.artifact_id, "", payload)
 
     async def _collect(self, manifest: Manifest) -> NDArray[np.uint8]:
-        """The bytes of a version, received from all senders as by an engine, or this rank's own."""
         if self._plan.collective.num_senders == 1:  # sockets and additive digests would take most of the time
             return await self._in_thread(lambda: self._share.on_host(manifest.version))
         self._copies += 1

@@ -242,7 +242,6 @@ class FileShare(RowShare):
         )
 
     def _write(self, snapshot: Snapshot, call: WriteFiles | HashFiles) -> Answer:
-        """Writes or hashes; HashFiles is answered with digests of tensors and chunks by index."""
         files = self.files(call.version, call.chunk_bytes)
         if isinstance(call, WriteFiles):
             files.write(self._host_copies.pieces_of(snapshot))

@@ -28,8 +28,6 @@ IDLE_S = 3600.0  # a rank that receives nothing listens again; it ends with the 
 
 @dataclass(frozen=True, kw_only=True)
 class _Outcome:
-    """A rank's answer, or a reason of the error catalogue."""
-
     answer: Answer = field(default_factory=dict)
     reason: str = ""
     message: str = ""

@@ -279,7 +279,6 @@ class Coordinator:
         return RunLine(run_id, pool=self.pool, groups=self.groups, log=self._log, limits=self._limits)
 
     def _line_to_publish(self, run_id: str, *, adapter: bool) -> RunLine:
-        """The line of a run's version or group; a new one is not among `lines` yet. Raises RUN_LIMIT_REACHED."""
         others = [
             line for line in self.lines.values() if line.run_id != run_id and (line.records.live or line.changes_base)
         ]

@@ -447,7 +447,6 @@ class RunLine:
         return []
 
     def _blocks_newer(self, record: VersionRecord, reachable: set[str], wanted: int) -> bool:
-        """Whether too few engines can get a version, while some engine can get a newer one."""
         newer = (r for r in self.records.values() if r.state is VersionState.SEALED and r.key > record.key)
         return len(reachable) < wanted and any(
             can_serve(engine, version, self._groups) for version in newer for engine in self.engines
