@@ -19,8 +19,7 @@ def _call(module: str) -> None:
 
 
 def _have_home() -> None:
-    """Sets HOME for a container's user id that passwd does not know. Ends the process with a sentence where no folder
-    can be made."""
+    """For a user id that passwd does not know. Ends the process where no folder can be made."""
     try:
         Path.home()
     except RuntimeError:

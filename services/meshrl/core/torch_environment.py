@@ -11,7 +11,6 @@ the processor seconds of OpenMP's 300,000 (torch 2.13)."""
 
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 GPU_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
-"""On Linux and under Windows."""
 
 
 def may_have_gpu(environ: Mapping[str, str]) -> bool:

@@ -63,7 +63,6 @@ async def first_of(
 
 
 async def set_within(event: asyncio.Event, deadline_s: float) -> bool:
-    """False when it is not set after `deadline_s`."""
     if event.is_set():
         return True
     try:
@@ -75,7 +74,6 @@ async def set_within(event: asyncio.Event, deadline_s: float) -> bool:
 
 
 async def next_within(queue: asyncio.Queue[T], wait_s: float) -> T | None:
-    """None when the queue is still empty after `wait_s`."""
     try:
         return await asyncio.wait_for(queue.get(), wait_s)
     except TimeoutError:  # something may have come just as the wait ended

@@ -116,7 +116,7 @@ class InProcessHarness(Harness[InProcessHarnessConfig]):  # type: ignore[misc]  
 
 
 class ChatSession(HarnessSession):  # type: ignore[misc]  # verifiers is untyped for the checker
-    """Keeps an agent's messages, connections and tools from one user turn to the next."""
+    """An agent's messages, connections and tools, from one user turn to the next."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)

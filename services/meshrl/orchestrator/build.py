@@ -76,7 +76,7 @@ def build_loop(
     monitor: Monitor,
     tracer: Tracer,
 ) -> RunLoop:
-    """The loop of the mesh's run, with everything it works with. Raises RunError as `make_plan`."""
+    """Raises RunError as `make_plan`."""
     clock = Clock()
     run = Run(
         mesh.run,

@@ -82,7 +82,7 @@ class Dispatcher:
         self.dispatch()
 
     def dispatch(self) -> None:
-        """Starts every group that the law admits; called whenever that may have changed."""
+        """Starts every group that the law admits."""
         run, begun = self._run, []
         while (ticket := run.plan.dispatch(f"group-{uuid.uuid4()}")) is not None:
             run.journal.dispatch(ticket)

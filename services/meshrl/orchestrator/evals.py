@@ -125,7 +125,6 @@ class Evaluator:
         await asyncio.to_thread(self._monitor.log, step, CATALOGUE.record(Source.ORCHESTRATOR, metrics))
 
     async def _score_environment(self, env: EvalEnvConfig, version: int) -> dict[str, float]:
-        """Logs how many rollouts the scores are over, and why others are missing."""
         name, config = env.resolved_name, self._config
         sampling = env.sampling.to_wire().over(config.sampling.to_wire())
         num_tasks, wanted = self._environments[name].num_tasks, config.num_examples_of(env)

@@ -69,7 +69,6 @@ class StepFinisher:
         self._step_began_s = clock.now()
 
     def request_logprobs(self, step: SubmittedStep) -> SubmittedStep:
-        """The step with a batch that requests logprobs for the rollout samples."""
         return step if self._samples is None else self._samples.request_logprobs(step)
 
     async def finish_steps(self, tasks: asyncio.TaskGroup) -> None:

@@ -9,7 +9,7 @@
 
 `gather`, `submit` and `dissolve` are here; the others are tasks beside them (`dispatch`, `peers.batch_uploader`,
 `finish`), so generation goes on while the trainer trains, as far as the law allows. With max_async_level = 0 the plan
-admits nothing until the version before is active. What a restart finds is in the journal: see `ledger.resume`.
+admits nothing until the version before is active.
 """
 
 from __future__ import annotations
@@ -204,7 +204,6 @@ class RunLoop:
     # --- dissolve ---------------------------------------------------------------------------------
 
     async def _dissolve(self, refusal: BatchRefusal) -> None:
-        """Drops the rollouts at fault; the others, and those of later batches, are gathered anew."""
         run = self.run
         taken = [await run.take_step(step) for step in range(refusal.step, run.steps.recorded + 1)]
         bad = at_fault(refusal.error, taken[0], vocab_size=self._trainer.vocab_size or None)

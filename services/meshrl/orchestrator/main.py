@@ -79,8 +79,8 @@ def in_mesh(given: JsonObject, mesh: RunFolder) -> OrchestratorConfig:
 
 
 async def orchestrate(config: OrchestratorConfig, stop: asyncio.Event, tracer: Tracer) -> int:
-    """Trains until the last step or until `stop` is set; returns 0, or 1 when the run could not go on. A benchmark
-    without services gets stand-ins. Raises ConfigError when there is nothing to train on."""
+    """Trains until the last step or until `stop` is set; returns 0, or 1 when the run could not go on. Raises
+    ConfigError when there is nothing to train on."""
     if config.bench and not config.services.model_fields_set:  # `rl --bench` names all of them
         train = config.train if config.train.env else TrainEnvsConfig(env=[TrainEnvConfig(id="made-up")])
         names = {env.resolved_name for env in (*train.env, *(config.eval.env if config.eval is not None else ()))}

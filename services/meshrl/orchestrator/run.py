@@ -134,13 +134,12 @@ class Run:
             self.tally.zero_signal_groups += screened.zero_signal
 
     def drop(self, dropped: Iterable[tuple[Rollout, DropReason]]) -> None:
-        """Counts dropped rollouts, in the ledger and for the step's record."""
         for rollout, reason in dropped:
             self.journal.drop(rollout.rollout_id, reason)
             self.tally.drop(reason)
 
     def take_tally(self) -> StepTally:
-        """Of the batch that is made now; counting begins anew."""
+        """Counting begins anew."""
         tally, self.tally = self.tally, StepTally()
         tally.idle_shares = self.slots.idle_shares()
         return tally
@@ -151,7 +150,7 @@ class Run:
         self._submitted[submitted.step] = submitted
 
     async def batch(self, step: int) -> Batch:
-        """From memory or from the journal. Raises RunError when neither has it."""
+        """Raises RunError when neither memory nor the journal has it."""
         known = self._submitted.get(step)
         return known.assembled.batch if known is not None else await self.journal.load_batch(step)
 

@@ -38,7 +38,6 @@ def install() -> None:
 
 
 def _replace(modules: tuple[ModuleType | type, ...], name: str, wrap: Callable[[FoundT], object]) -> None:
-    """Wraps a function, or a property of a class, in each of `modules` that has it."""
     found: FoundT | None = getattr(modules[0], name, None)
     if found is None or hasattr(found, "__wrapped__"):
         return

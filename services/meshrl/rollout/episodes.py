@@ -255,7 +255,6 @@ def _describe(span: Span, rollouts: tuple[Rollout, ...], sessions: Mapping[str, 
 
 
 def _current(span: Span) -> AbstractContextManager[Span]:
-    """Log lines inside name the span's trace. Its outcome is recorded at its end."""
     return use_span(span, record_exception=False, set_status_on_exception=False)
 
 

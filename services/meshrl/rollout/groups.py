@@ -123,8 +123,7 @@ class Admissions:
         return group
 
     def start(self) -> list[tuple[AdmittedGroup, int]]:
-        """Moves waiting rollouts into free places. Called after every rollout, so it looks only at groups that it
-        starts from."""
+        """Called after every rollout, so it looks only at groups that it starts from."""
         started: list[tuple[AdmittedGroup, int]] = []
         for _ in range(min(self.max_concurrent - self.running, self.queued)):
             group = next(iter(min(self._waiting.items(), key=lambda item: self._running_of[item[0]])[1].values()))

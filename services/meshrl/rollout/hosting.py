@@ -156,7 +156,7 @@ def load(
 
 
 def tool_servers(env: Env) -> list[Toolset]:
-    """The tool servers that verifiers starts: those shared by the tasks, then those of a task."""
+    """Those shared by the tasks, then those of a task."""
     taskset = env.taskset
     return [*taskset.toolsets(taskset.config), *type(taskset).task_type().toolsets(taskset.config.task)]
 

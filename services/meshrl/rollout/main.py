@@ -113,7 +113,7 @@ async def _dial(
 
 
 async def build(config: RolloutConfig, stack: AsyncExitStack, tracer: Tracer) -> RolloutRunner:
-    """Connects the engines and builds the players; `stack` closes both. Raises ConfigError."""
+    """`stack` closes engines and players. Raises ConfigError."""
     log_environments(config.env, config.output_dir)
     servers = await connect_servers(config.client, config.engine_urls, config.weights, stack, tracer)
     limit = RolloutLimit(None if config.max_concurrent == "auto" else config.max_concurrent)

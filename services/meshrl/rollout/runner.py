@@ -238,7 +238,6 @@ class RolloutRunner:
             self._start_waiting()
 
     def _record(self, running: _Playing, index: int, played: EpisodeResult) -> None:
-        """Counts and streams a rollout, unless a cancel or the deadline ended it before."""
         group, now = running.group, time.monotonic()
         if isinstance(played, RolloutFailure):
             recorded = self._table.record_outcome(group, index, Outcome.FAILED, now, reason=played.reason)

@@ -120,7 +120,6 @@ class TaskSource:
                 logger.info("{}: drawing up to task {}, {} drawn in {:.0f} s", self._name, target, drawn, said - began)
 
     def _answer(self, error: MeshError | None = None) -> None:
-        """Answers waiters for a task that was drawn or is beyond the end; all of them with an `error`."""
         for found, index in list(self._waiting.items()):
             task = self._drawn.kept(index)
             ended = self._drawn.ended_after
@@ -190,6 +189,5 @@ class _Draws:
 
 
 def _finished(taskset: Taskset, task: Task, index: int) -> Task:
-    """With its position, and the system prompt of the configuration."""
     prompt = {} if taskset.system_prompt is None else {"system_prompt": taskset.system_prompt}
     return task.with_data(idx=index, **prompt)

@@ -24,7 +24,7 @@ NUMBER = re.compile(r"[0-9a-f-]*\d[0-9a-f-]*")
 
 @dataclass
 class _Kind:
-    """Failures of one environment whose messages differ in numbers alone. `last` was not logged yet."""
+    """Failures that differ in numbers alone. `last` was not logged yet."""
 
     logged_s: float
     unlogged: int = 0

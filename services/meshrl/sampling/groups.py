@@ -80,7 +80,6 @@ class RolloutGroup:
         return len(self.failures) + self.lost
 
     def carry(self, rollouts: Sequence[Rollout]) -> None:
-        """Adds rollouts of an earlier process."""
         self.rollouts[:0] = rollouts
         self.carried += len(rollouts)
 

@@ -33,7 +33,6 @@ class HostState(enum.Enum):
 
     SERVING = "serving"
     DRAINING = "draining"
-    """It takes nothing new."""
     AWAY = "away"
     """It does not answer, or does not serve."""
 
@@ -162,7 +161,6 @@ class RolloutHost:
 
     @property
     def load(self) -> int:
-        """Rollouts that it has now."""
         return self.others + sum(place.left for place in self.groups.values())
 
     def achievement(self, environment: str) -> Achievement:
@@ -236,7 +234,6 @@ class HostTable:
         return hosting[turn % len(hosting)]
 
     def all_away(self, environment: str, now_s: float, patience_s: float) -> bool:
-        """Whether every host has been away for longer than its own `patience_s`."""
         return all(
             host.state is not HostState.SERVING
             and now_s - host.since_s >= (patience_s if host.patience_s is None else host.patience_s)
@@ -244,7 +241,6 @@ class HostTable:
         )
 
     def replaceable(self, host: RolloutHost, environment: str) -> bool:
-        """Whether another service serves this environment."""
         return any(other is not host and other.state is HostState.SERVING for other in self.hosting(environment))
 
 

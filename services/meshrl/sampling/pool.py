@@ -154,11 +154,9 @@ class RolloutPool:
             )
 
     def not_serving(self) -> list[str]:
-        """Addresses of the services that do not serve."""
         return [host.address for host in self.table.hosts if host.state is not HostState.SERVING]
 
     def not_dialled_in(self, wanted: Collection[str]) -> list[str]:
-        """Workers and environments that are missing, where workers dial in."""
         if self._dial_in is None:
             return []
         there = {host.address for host in self.table.hosts if host.state is HostState.SERVING}
@@ -208,7 +206,7 @@ class RolloutPool:
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
-        """Looks at every service again and again: a loss moves its groups, a return is used."""
+        """A loss moves its groups, a return is used."""
         watchers = [asyncio.create_task(self._watch(host)) for host in self.table.hosts]
         try:
             yield
@@ -227,7 +225,7 @@ class RolloutPool:
             await self._clock.sleep(WATCH_S if host.state is HostState.SERVING else AWAY_WATCH_S)
 
     async def look(self, host: RolloutHost) -> None:
-        """Asks a service for its health and status, and after an absence for its environments."""
+        """After an absence it asks for the environments, too."""
         try:
             state, why = await self._seen(host)
         except MeshError as error:
@@ -287,7 +285,6 @@ class RolloutPool:
             logger.warning(f"the rollout service at {host.address} is {state.value}: {why}{rest}")
 
     def _give_up_groups(self, host: RolloutHost) -> None:
-        """Moves the groups of a service that is away for too long although their streams stand."""
         if host.state is not HostState.AWAY or self._clock.now() - host.since_s < self._unreachable_s:
             return
         if host.patience_s is not None:  # its lease says when
@@ -301,7 +298,7 @@ class RolloutPool:
 
     @contextmanager
     def sampling(self, ticket: GroupTicket, retry_s: float) -> Iterator[GroupPlace]:
-        """The group is sampled during the block; services that refuse it are asked again for `retry_s`."""
+        """Services that refuse the group are asked again for `retry_s`."""
         place = self.places[ticket.group_id] = GroupPlace(
             environment=ticket.task.environment,
             left=ticket.size,
@@ -331,7 +328,6 @@ class RolloutPool:
                 return self.table.next_in_turn(place.environment)
 
     async def _changes_within(self, wait_s: float) -> bool:
-        """Waits until a service comes or goes; False when none does."""
         change = self.changed.upcoming
 
         async def pause() -> None:
@@ -377,7 +373,7 @@ class RolloutPool:
 
     @contextmanager
     def at(self, place: GroupPlace, host: RolloutHost, limit: asyncio.Timeout) -> Iterator[None]:
-        """The group is played at `host`, in a call that ends with `limit`, during the block."""
+        """During the block; its call ends with `limit`."""
         host.groups[place.group_id] = place
         place.host, place.limit, place.waits_for = host, limit, ""
         place.finished_here = place.failed_here = 0
@@ -408,7 +404,7 @@ class RolloutPool:
             )
 
     def why_left_out(self, address: str) -> str:
-        """Why a service gets no groups, or of which environments; empty without a reason."""
+        """Empty without a reason."""
         found = next((host for host in self.table.hosts if host.address == address), None)
         if found is None or found.state is not HostState.SERVING:
             return "" if found is None else f"{found.state.value}: {found.why}"
@@ -420,7 +416,7 @@ class RolloutPool:
         return max((place.min_version for place in self.places.values()), default=None)
 
     def came_back(self, place: GroupPlace, *, left: int, failed: bool, tokens: int = 0) -> None:
-        """A rollout of a group is back; `left` are missing."""
+        """`left` of its rollouts are missing."""
         ended = max(0, place.left - max(0, left))
         place.left -= ended
         place.finished_here += not failed
@@ -446,7 +442,6 @@ class RolloutPool:
         return sum(answer for answer in answers if isinstance(answer, int))
 
     def in_flight(self) -> str:
-        """The groups that are sampled now and where, for the log."""
         now_s = self._clock.now()
         since_s: dict[tuple[str, str], list[float]] = {}
         for place in self.places.values():

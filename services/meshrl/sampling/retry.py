@@ -65,7 +65,7 @@ class Patience:
 
 
 async def persist(call: Callable[[], Awaitable[T]], patience: Patience, *, clock: Clock) -> T:
-    """Repeats `call` as patience allows. Raises the last MeshError."""
+    """Raises the last MeshError."""
     while True:
         try:
             return await call()

@@ -122,7 +122,7 @@ class RolloutSampler:
         problems_of: Callable[[Rollout], Problems],
         on_event: Callable[[RolloutEvent], None],
     ) -> None:
-        """One call for a group. Raises MeshError where it is refused or cut off, or its host is given up."""
+        """Raises MeshError where it is refused or cut off, or its host is given up."""
         try:
             async with asyncio.timeout(self._group_s + _GRACE_S) as limit:
                 with self.pool.at(place, host, limit):

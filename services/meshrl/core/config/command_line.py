@@ -124,7 +124,6 @@ def _take_flag(spellings: Spellings, token: str, rest: list[str], line: CommandL
 
 
 def _more(kind: Kind, first: str, rest: list[str]) -> list[str]:
-    """Further values of a list written with spaces: `--gpu-ids 0 1 2`."""
     more: list[str] = []
     if kind.item is None or first.strip().startswith("["):
         return more

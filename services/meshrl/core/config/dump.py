@@ -23,7 +23,7 @@ def dump_toml(config: BaseConfig, path: Path) -> None:
 
 
 def to_toml(config: BaseConfig, *, given_only: bool = False) -> str:
-    """The configuration as TOML, without secrets. `given_only` leaves out keys that were not set."""
+    """Without secrets. `given_only` leaves out keys that were not set."""
     return tomli_w.dumps(_plain(config.model_dump(exclude_unset=given_only)))
 
 

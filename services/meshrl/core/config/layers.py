@@ -24,7 +24,6 @@ class Layer:
     given: dict[Path, Given] = field(default_factory=dict)
 
     def put(self, path: Path, value: object, origin: str) -> None:
-        """Sets a key, or a table key by key."""
         self.given = {place: given for place, given in self.given.items() if not _starts(place, path)}
         self.lay({place: Given(plain, origin) for place, plain in leaves(path, value)})
 

@@ -35,7 +35,6 @@ def explain(root: Kind, error: ValidationError, origin_of: Origin, missing: Sequ
 
 
 def _is_about(line: str, path: Path, key: Path) -> bool:
-    """Whether it is at the key, below it, or of a section whose sentence names the key."""
     if path[: len(key)] == key:
         return True
     names = (".".join(key), ".".join(key[len(path) :]))
@@ -65,7 +64,6 @@ def _explain_one(problem: ErrorDetails, path: Path, kind: Kind, origin_of: Origi
 
 
 def _came_of_named(text: str, section: Path, origin_of: Origin) -> str:
-    """Origins of the keys that a sentence about a section names."""
     origins: dict[str, str] = {}
     for word in re.findall(r"[a-z0-9_]+(?:\.[a-z0-9_]+)*", text):
         if "_" in word or "." in word:  # others may be plain English

@@ -91,9 +91,8 @@ def every_key(section: Section, prefix: Path = ()) -> Iterator[Path]:
 
 
 def nearest(section: Section, key: str, prefix: Path = (), below: Path = ()) -> Path | None:
-    """The path of the key most like the unknown `key`, which was followed by `below`: `below` under a key like it, else
-    `below` alone, as for --trainer.optim.lr of the program `trainer`, else a key like it among its siblings or below
-    them."""
+    """The key most like the unknown `key`, which was followed by `below`: `below` under a key like it, else `below`
+    alone, as for --trainer.optim.lr of `trainer`, else a key like it beside or below."""
     close = _most_like(section, key.replace("-", "_"))
     if below:
         under = None if close is None else (*close, *below)

@@ -49,8 +49,6 @@ _Tls = TypeVar("_Tls", ssl.SSLObject, ssl.SSLSocket)
 
 
 def _checked(base: type[_Tls], revocations: Revocations | None) -> type[_Tls]:
-    """Also checks which member of the run the server is."""
-
     class Checked(base):  # type: ignore[misc, valid-type]  # one of two classes of ssl
         def do_handshake(self, *arguments: Any) -> None:
             super().do_handshake(*arguments)

@@ -79,7 +79,6 @@ def identify(tls: TlsConfig, output_dir: Path, role: Role, name: str, hosts: Seq
 async def kept_valid(
     authority: Authority | None, role: Role, name: str, hosts: Sequence[str] = ()
 ) -> AsyncIterator[None]:
-    """Renews this program's certificate, and its list of revocations."""
     files = CredentialFiles.from_environ(os.environ)
     if files.cert is None:
         yield

@@ -140,7 +140,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
 
     @contextmanager
     def _sending_from(self) -> Iterator[None]:
-        """Around the sending of a stream's message. Raises the reason if the caller was shut out meanwhile."""
+        """Raises the reason if the caller was shut out meanwhile."""
         task = asyncio.current_task()
         assert task is not None  # gRPC runs each call in one
         self._sending.add(task)
@@ -259,7 +259,6 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
             self._shut_out.pop(task, None)
 
     def _start_span(self, context: grpc.aio.ServicerContext, method: str) -> trace.Span:
-        """Makes the span current for the call's task."""
         remote = None
         for key, value in context.invocation_metadata() or ():
             if key == TRACEPARENT and isinstance(value, str):

@@ -91,7 +91,6 @@ def check_runs(caller: object, patterns: Sequence[str], method: str, request: ob
 
 
 def hide_runs(patterns: Sequence[str], method: str, answer: object) -> None:
-    """Takes the entries of other runs out of an answer."""
     for path in LISTS_OF.get(method, ()) if patterns else ():
         assert isinstance(answer, Message)  # bulk has no lists of runs
         _hide(answer, path, patterns)

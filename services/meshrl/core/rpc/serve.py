@@ -85,7 +85,7 @@ class GrpcServer:
         self._services.append(service)
 
     async def start(self) -> int:
-        """Returns the port. Raises ConfigError when the address cannot be bound."""
+        """Returns the port. Raises ConfigError when it cannot be bound."""
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._health.set(self._services, serving=False)
         add_reflection((*self._services, HEALTH_SERVICE), self._server)

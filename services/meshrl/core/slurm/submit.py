@@ -79,7 +79,7 @@ def script_of(job: BatchJob, slurm: SlurmConfig) -> str:
 
 
 def submit(job: BatchJob, slurm: SlurmConfig, *, dry_run: bool) -> str:
-    """Returns a sentence about the outcome. Raises ConfigError when files cannot be written or sbatch refuses."""
+    """Returns the outcome. Raises ConfigError if files cannot be written or sbatch refuses."""
     layout = Layout(job.output_dir.absolute())
     path = layout.slurm / SCRIPT
     script = script_of(job, slurm)

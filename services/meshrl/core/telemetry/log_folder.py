@@ -86,7 +86,6 @@ def _new_file(first: Path) -> Path:
 
 
 def _beside(logs: Path) -> list[Path]:
-    """Neither attempts nor links, also those being made."""
     return [path for path in logs.iterdir() if not path.name.startswith((".", _ATTEMPT)) and not path.is_symlink()]
 
 

@@ -114,7 +114,7 @@ class Monitor:
 
 
 class ConsoleSink(Sink):
-    """One log line a record: the main numbers of a step, or every score of an evaluation."""
+    """One log line a record."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         parts = [f"{label} {metrics[name]:{spec}}" for name, label, spec in CONSOLE_FIELDS if name in metrics]

@@ -79,7 +79,7 @@ class PrimeSink(Sink):
             raise SinkError(f"the Prime platform named no place for the samples of step {step}") from error
 
     def close(self) -> None:
-        """A run that ends before its last step has failed."""
+        """A run that ends early has failed."""
         if self._registered:
             status = "completed" if self._step >= self._max_steps else "failed"
             self._call("PUT", f"external-runs/{self._run_id}/status", {"status": status})

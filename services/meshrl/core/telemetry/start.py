@@ -39,7 +39,6 @@ class Start:
             self.phases.append(Phase(name, began_s, time.time()))
 
     def end(self, tracer: Tracer) -> None:
-        """The program serves now."""
         ended_s = time.time()
         span = tracer.start_span(START_SPAN, start_time=_ns(self.began_s))
         for phase in sorted(self.phases, key=lambda phase: phase.began_s):
@@ -51,7 +50,6 @@ class Start:
         self.log("ready", ended_s)
 
     def log(self, what: str, ended_s: float) -> None:
-        """One line with all phases."""
         listed = ", ".join(
             f"{phase.name} {phase.began_s - self.began_s:.1f} to {phase.ended_s - self.began_s:.1f}"
             for phase in sorted(self.phases, key=lambda phase: phase.began_s)

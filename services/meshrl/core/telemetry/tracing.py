@@ -127,7 +127,6 @@ class Tracing(trace.Tracer):
     def __init__(
         self, tracer: trace.Tracer, provider: SpanProvider | None, collector: CollectorExporter | None = None
     ) -> None:
-        """`collector` is the provider's last exporter."""
         self.waits = Waits()
         self.start = Start()
         self.registry = CollectorRegistry()
@@ -183,7 +182,6 @@ def setup_tracing(service_name: str, traces_dir: Path | None, max_mib: int | Non
 
 
 def build_provider(service_name: str, exporters: list[SpanExporter]) -> SpanProvider:
-    """A provider that exports in the background."""
     resource = Resource.create(
         {"service.name": service_name, "service.namespace": "meshrl", "process.pid": os.getpid()}
     )

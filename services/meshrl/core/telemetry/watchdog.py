@@ -120,7 +120,6 @@ class ProgramWatch:
                 logger.info("waiting for {:.0f} s{}: {}", wait.seconds, usual, chain)
 
     def _misses_folder(self) -> bool:
-        """It is lost when two looks in a row miss it."""
         if not self._folder_made or self._output_dir is None or not is_gone(self._output_dir):
             self._missed = 0
             return False

@@ -17,13 +17,12 @@ from meshrl.core.config.shared import ServicesConfig
 START_DEADLINE_S = 120.0
 END_DEADLINE_S = 30.0
 MOST_TOKENS = 1024
-"""Of a rollout, where `sampling.max_tokens` says nothing."""
+"""Of a rollout, without `sampling.max_tokens`."""
 
 
 @asynccontextmanager
 async def standing_in(names: Collection[str], *, seq_len: int, max_tokens: int | None) -> AsyncIterator[ServicesConfig]:
-    """Starts stand-ins that host the environments `names`; yields their addresses. Raises ConfigError where they do not
-    come up."""
+    """Starts stand-ins that host `names`; yields their addresses. Raises ConfigError if they do not start."""
     most = MOST_TOKENS if max_tokens is None else max_tokens + max_tokens // 3 + 1  # a quarter is the prompt's
     tokens = min(seq_len, most)
     order = {"seq_len": seq_len, "most_tokens": max(2, tokens), "names": sorted(names)}

@@ -50,7 +50,7 @@ class AloneRates:
 
     @classmethod
     def read(cls, folder: Path) -> AloneRates:
-        """From the files of the programs' `--bench`; a missing or damaged one adds nothing."""
+        """A missing or damaged file adds nothing."""
         return cls(engines=_rate(folder / "inference.json"), trainer=_rate(folder / "trainer.json"))
 
 
@@ -148,7 +148,6 @@ def summarise(records: Sequence[Mapping[str, float]], alone: AloneRates) -> Benc
 
 
 def summary_table(records: Sequence[Mapping[str, float]]) -> str:
-    """Mean, least and most of each row."""
     measured = records[1:]
     if not measured:
         return f"{len(records)} steps are too few to measure: run at least 2"

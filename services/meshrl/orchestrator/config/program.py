@@ -519,14 +519,13 @@ class OrchestratorConfig(BaseConfig):
 
     @property
     def sampling_seed(self) -> int | None:
-        """Base of the seeds of training rollouts; None if none was configured."""
+        """None if none was configured."""
         if self.sampling.seed is not None or self.seed is not None:
             return self.seed if self.sampling.seed is None else self.sampling.seed
         return None if all(env.sampling.seed is None for env in self.train.env) else self.task_seed
 
     @property
     def algos(self) -> dict[str, AlgoConfig]:
-        """By training environment."""
         usual = self.algo or AlgoConfig(type="grpo" if self.training_mode == "rl" else self.training_mode)
         return {env.resolved_name: env.algo or usual for env in self.train.env}
 
@@ -540,12 +539,11 @@ class OrchestratorConfig(BaseConfig):
 
     @property
     def taught_environments(self) -> frozenset[str]:
-        """Environments whose training rollouts the teacher plays."""
         return frozenset(name for name, algo in self.algos.items() if algo.type == "sft")
 
     @property
     def teacher_services(self) -> Sequence[str]:
-        """Rollout services in which the teacher plays. Raises RunError if it plays an environment and none is named."""
+        """Raises RunError if it plays an environment and none is named."""
         if not self.taught_environments:
             return ()
         if self.teacher is None or self.teacher.rollout is None:
@@ -562,7 +560,6 @@ class OrchestratorConfig(BaseConfig):
 
     @property
     def group_sizes(self) -> dict[str, int]:
-        """Rollouts per task, by training environment."""
         return {env.resolved_name: env.group_size or self.group_size for env in self.train.env}
 
     @property
@@ -573,5 +570,5 @@ class OrchestratorConfig(BaseConfig):
 
     @property
     def last_step(self) -> int | None:
-        """The step to stop after; None runs until stopped."""
+        """None runs until stopped."""
         return 5 if self.bench and self.max_steps is None else self.max_steps

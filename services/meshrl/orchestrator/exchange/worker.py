@@ -267,8 +267,7 @@ class DialedInWorker:
 
     async def run_rollouts(self, request: RolloutRequest) -> AsyncGenerator[RolloutEvent, None]:
         """As `RolloutClient`; each event that the caller has come back for is acknowledged. Raises MeshError: the
-        worker's own refusal, OVERLOADED while it has no room, UNREACHABLE when it is away, or stays away for its whole
-        lease."""
+        worker's own refusal, OVERLOADED while it has no room, UNREACHABLE when it is away."""
         if self._stream is None:
             raise MeshError(Reason.UNREACHABLE, f"{self.address} is away: {await self.why_not_serving(0.0)}")
         if request.group_size > self._room:

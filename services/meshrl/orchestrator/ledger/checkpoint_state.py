@@ -36,8 +36,7 @@ def write_state(layout: Layout, record: StepRecord) -> None:
 
 
 def read_state(layout: Layout, step: int) -> tuple[RunTotals, dict[str, int], dict[str, dict[str, float]]]:
-    """Totals, tasks drawn and algorithms' state at a step; zeros without a checkpoint. Raises RunError when the file is
-    damaged."""
+    """Totals, tasks drawn and algorithms' state; zeros without a checkpoint. Raises RunError for a damaged file."""
     path = state_path(layout, step)
     try:
         state = json.loads(path.read_text(encoding="utf-8"))

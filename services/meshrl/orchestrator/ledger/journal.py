@@ -81,7 +81,7 @@ class Journal:
     # --- rollouts ---------------------------------------------------------------------------------
 
     def dispatch(self, ticket: GroupTicket) -> None:
-        """Records a group. Its own row comes last: a known group has all its rollouts."""
+        """Its own row comes last: a known group has all its rollouts."""
         self._ledger.dispatch(ticket)
         self._store.dispatched(ticket)
 
@@ -116,8 +116,7 @@ class Journal:
     async def batch(
         self, groups: Sequence[RolloutGroup], assembled: AssembledBatch, *, dp_size: int, drawn: Mapping[str, int]
     ) -> StepRecord:
-        """Records the groups of a step; returns when all of it is on disk. Raises RunError when it cannot be
-        written."""
+        """Returns when all of it is on disk. Raises RunError when it cannot be written."""
         step, rows = assembled.batch.step, assembled.batch.micro_batches
         before = self._records[step - 1].progress if step - 1 in self._records else self.starting_point.progress
         record = StepRecord(
@@ -216,7 +215,7 @@ class Journal:
     # --- reading back -----------------------------------------------------------------------------
 
     async def load_batch(self, step: int) -> Batch:
-        """The batch of a step as recorded. Raises RunError when it is not kept, or damaged."""
+        """Raises RunError when it is not kept, or damaged."""
         batch = await asyncio.to_thread(self._store.batch, self._records[step])
         if batch is None:
             raise RunError(

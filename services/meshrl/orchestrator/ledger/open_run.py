@@ -35,9 +35,8 @@ def open_journal(
     last_step: int | None = None,
     writer: LedgerWriter | None = None,
 ) -> Journal:
-    """The journal in a run's folder. Blocks. Raises RunError when the ledger cannot be used. `least_rollouts` is by
-    training environment; the trainer saves steps on the way (`checkpoints`), and the last one (`saves_last`), which is
-    `last_step`."""
+    """Blocks. Raises RunError when the ledger cannot be used. `least_rollouts` is by training environment; the trainer
+    saves steps on the way (`checkpoints`), and the last one (`saves_last`), which is `last_step`."""
     size = end_whole(layout.metrics_jsonl)
     store = LedgerStore(layout.ledger, writer)
     ledger = Ledger(store.record)

@@ -93,7 +93,7 @@ class LedgerStore:
         self._writer.start()
 
     def resume(self, run: RunRow, *, trainer_step: int) -> Past:
-        """Goes on with the last run; `run` has the new session and epoch."""
+        """`run` has the new session and epoch."""
         with ledger_file(self._path) as connection:
             connection.execute(
                 "UPDATE runs SET session = ?, epoch = ?, first_step = ?, ended = '' WHERE run = ?",
@@ -158,8 +158,8 @@ class LedgerStore:
         self._put(lambda db: db.execute(sql, row))
 
     def batched(self, record: StepRecord, batch: Batch) -> None:
-        """Records a step and the messages of its batch, in place of earlier ones. Routes of experts, most of its bytes,
-        are left out: the batch of the same digest then trains without replay."""
+        """Replaces an earlier batch. Routes of experts, most of its bytes, are left out: the batch of the same digest
+        then trains without replay."""
 
         run, step, text = self._run, record.step, record.to_json()
 

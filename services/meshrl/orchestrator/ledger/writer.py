@@ -23,7 +23,6 @@ class LedgerFileError(RunError):
 
 
 def unusable(path: Path, error: Exception) -> LedgerFileError:
-    """The error for a failure of SQLite, or of the file system."""
     code = getattr(error, "sqlite_errorcode", None)
     primary = None if code is None else code & 0xFF  # the rest says where in SQLite
     if primary == sqlite3.SQLITE_FULL or primary == sqlite3.SQLITE_IOERR:

@@ -32,7 +32,7 @@ _OUT_OF_STEP = frozenset({Reason.STEP_OUT_OF_ORDER, Reason.BATCH_CONFLICT})
 
 @dataclass(frozen=True, kw_only=True)
 class BatchRefusal:
-    """The trainer does not take the content of this step's batch."""
+    """The trainer refused this step's batch for its content."""
 
     step: int
     error: MeshError
@@ -87,7 +87,7 @@ class BatchUploader:
             await self._changed.next()
 
     async def next(self) -> tuple[int, StepEvent] | None:
-        """The next step that is done, and its event; None after the last one. Raises RunError."""
+        """None after the last one. Raises RunError."""
         steps, deadline_s = self._steps, self._deadlines.step_s
         while True:
             step, epoch = steps.trained + 1, self.watcher.epoch

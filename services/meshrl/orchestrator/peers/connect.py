@@ -62,8 +62,7 @@ def connect(
     exchange: ExchangeConfig | None = None,
     teachers: Sequence[str] = (),
 ) -> Services:
-    """Clients of these addresses; nothing is dialled yet. Workers dial in at `exchange`, the teacher plays in
-    `teachers`."""
+    """Nothing is dialled yet. Workers dial in at `exchange`, the teacher plays in `teachers`."""
     options = ChannelOptions(reconnect_s=unreachable_s)
     return Services(
         rollouts=RolloutPool(

@@ -48,7 +48,7 @@ class VersionRelay:
         self._clock = clock
 
     async def wait_for_engines(self) -> None:
-        """Until as many engines as needed are registered. Raises RunError after startup_s."""
+        """Raises RunError after startup_s."""
         address, deadline_s = self._client.address, self._deadlines.startup_s
         wanted = max(1, self._min_ready)
         give_up_at_s = self._clock.now() + deadline_s

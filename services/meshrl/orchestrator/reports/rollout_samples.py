@@ -41,7 +41,6 @@ class RolloutSamplesWriter:
         self._warned = False
 
     def request_logprobs(self, step: SubmittedStep) -> SubmittedStep:
-        """The step with a batch that requests logprobs of the rollouts to write."""
         if step.step % self._config.interval:
             return step
         trained = step.assembled.advantages.keys() - step.assembled.untrainable

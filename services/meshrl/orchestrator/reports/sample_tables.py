@@ -15,7 +15,7 @@ from meshrl.wire.types import Rollout, StepEvent
 
 
 async def log_extras(monitor: Monitor, config: LogExtrasConfig | None, step: SubmittedStep, done: StepEvent) -> None:
-    """Samples and distributions, every `config.interval` steps; None gives neither."""
+    """Every `config.interval` steps; None gives neither."""
     if config is None or step.step % config.interval != 0:
         return
     if config.samples:
@@ -32,7 +32,7 @@ async def log_extras(monitor: Monitor, config: LogExtrasConfig | None, step: Sub
 
 
 def sample_rows(groups: Sequence[RolloutGroup], assembled: AssembledBatch, config: LogExtrasConfig) -> list[SampleRow]:
-    """As many of the batch's rollouts as `config` asks for, evenly spread."""
+    """Evenly spread over the batch's rollouts."""
     rollouts = [rollout for group in groups for rollout in group.kept]
     chosen = [rollouts[place] for place in spread(len(rollouts), config.rows_of(len(rollouts)))]
     return [

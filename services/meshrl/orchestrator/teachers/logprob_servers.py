@@ -49,7 +49,7 @@ class LogprobServers:
             await self._http.close()
 
     async def check(self, *, top_k: int = 0) -> None:
-        """Scores two tokens. Raises RunError when the model cannot."""
+        """Raises RunError when the model cannot score two tokens."""
         await self.score(np.zeros(2, dtype=np.int32), top_k=top_k)
 
     async def score(self, token_ids: NDArray[np.int32], *, top_k: int = 0) -> TokenScores:

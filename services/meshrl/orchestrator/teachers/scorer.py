@@ -71,7 +71,7 @@ class RolloutScorer:
             await server.close()
 
     async def score(self, groups: Iterable[Sequence[Rollout]]) -> Scores:
-        """The scores that the algorithms need of these groups. Raises RunError when a server fails."""
+        """Raises RunError when a server fails."""
         wanted: list[tuple[ScoreRequest, str]] = []
         for group in groups:
             if group and (environment := group[0].environment) in self._servers:

@@ -191,7 +191,6 @@ def at_fault(error: MeshError, submitted: SubmittedStep, *, vocab_size: int | No
 
 
 def split_groups(submitted: SubmittedStep, bad: AbstractSet[str]) -> Iterator[tuple[RolloutGroup, list[Rollout]]]:
-    """Each group with its rollouts that stay, and those in `bad`."""
     for group in submitted.groups:
         batched = [one for one in group.kept if one.rollout_id not in submitted.assembled.untrainable]
         kept = tuple(one for one in batched if one.rollout_id not in bad)

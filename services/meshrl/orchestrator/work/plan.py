@@ -52,7 +52,6 @@ class StalenessLaw:
         return (step - 1) - oldest_version
 
     def usable(self, *, step: int, oldest_version: int) -> bool:
-        """True when `step` may train a rollout whose oldest token is from `oldest_version`."""
         return self.staleness(step=step, oldest_version=oldest_version) <= self.max_off_policy_steps
 
 
@@ -284,11 +283,9 @@ class WorkPlan:
         return screened
 
     def activated(self, version: int) -> None:
-        """Engines serve `version` or a newer one."""
         self.active_version = max(self.active_version, version)
 
     def rolled_back(self, version: int) -> None:
-        """The trainer restarted at `version`."""
         self.active_version = min(self.active_version, version)
 
     def stale_in_flight(self) -> list[str]:
@@ -300,7 +297,6 @@ class WorkPlan:
         ]
 
     def drop_stale(self) -> list[tuple[Rollout, DropReason]]:
-        """Drops what the next step may not train on."""
         dropped: list[tuple[Rollout, DropReason]] = []
         for group_id, group in list(self._ready.items()):
             least = self.limits.least_rollouts[group.ticket.task.environment]

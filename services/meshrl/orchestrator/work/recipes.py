@@ -73,8 +73,8 @@ def _build_recipe(algo: AlgoConfig, of_rewards: AdvantageConfig, seq_len: int) -
 
 
 def build_advantage(config: AdvantageConfig) -> Advantage:
-    """The configured advantage, of rewards less the length penalty. Raises RunError for a function that cannot be
-    called, and later for a result that no batch can be made of."""
+    """Of rewards less the length penalty. Raises RunError for a function that cannot be called, and later for a result
+    that no batch can be made of."""
     if config.import_path is None:
         advantage = ADVANTAGES[config.type]
     else:

@@ -19,7 +19,6 @@ class DropReason(enum.Enum):
     EMPTY = "empty"
     """The policy sampled no token."""
     NOT_FINITE = "reward_not_finite"
-    """The reward is NaN or infinite."""
     GROUP_LOST = "group_lost"
     """Fewer of its group are left than its algorithm needs."""
     ZERO_SIGNAL = "zero_signal"
@@ -31,7 +30,6 @@ class DropReason(enum.Enum):
     UNTRAINABLE = "untrainable"
     """It has no token that its algorithm trains, or none within the token budget."""
     RUN_ENDED = "run_ended"
-    """The run ended before a step took it."""
     RESTARTED = "orchestrator_restarted"
     """It was in flight when the orchestrator ended."""
     UNDONE = "step_undone"
@@ -39,7 +37,6 @@ class DropReason(enum.Enum):
     DAMAGED = "payload_damaged"
     """Its ledger entry is damaged."""
     REMOVED = "environment_removed"
-    """Its environment is no longer one of the run's."""
     SUPERSEDED = "superseded"
     """Another run began in its folder."""
 

@@ -64,7 +64,7 @@ async def connect_servers(
 
 
 async def _refuse_without_key(config: ClientConfig, apis: Sequence[str], api_key: str | None) -> None:
-    """Raises ConfigError if every server refuses the key; one that does not answer may take it."""
+    """A server that does not answer may take the key."""
     refusal = ""
     async with engine_session(api_key) as http:
         for api in apis:

@@ -123,7 +123,7 @@ class EngineTable:
         return tuple(self._engines.values())
 
     def discover(self, found: Iterable[tuple[str, str]]) -> None:
-        """Takes over the hub's routable engines as (url, pool); others go unless they are configured."""
+        """The hub's routable engines as (url, pool); others go unless configured."""
         named = dict(found)
         for url, pool in named.items():
             self._engines.setdefault(url, KnownEngine(url=url, pool=pool)).listed = True

@@ -198,7 +198,6 @@ class EngineClient(Client):  # type: ignore[misc]  # verifiers is untyped for th
         return sampled
 
     def take_here(self, run: RolloutSession) -> None:
-        """From now on the turns of an agent's run are taken in this process."""
         if (session := self.book.get(run.trace.id)) is not None:
             session.turns = DirectTurns(run, self)
 

@@ -1,7 +1,6 @@
 """A worker's side of RolloutExchange: dials the orchestrator, plays the groups that it is given, reports the results.
 
-Events of calls go into the spool first, then on the stream, for which they wait for credit, until they are
-acknowledged.
+Events go into the spool, then wait for credit to go on the stream.
 """
 
 from __future__ import annotations
@@ -95,7 +94,7 @@ class ExchangeWorker:
     # --- the life of a worker ---------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Serves until cancelled. Raises MeshError if another attempt will not help, or the spool fails."""
+        """Raises MeshError if another attempt will not help, or the spool fails."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._write())

@@ -83,8 +83,7 @@ def remember_prefixes(renderer: Renderer) -> None:
 
 def quicken(tokenizer: PreTrainedTokenizerBase) -> None:
     """Has a tokenizer decode a list of ids without looking at each first, and keep the ids of short texts: renderers
-    decode every completion twice, encode the same header three times, and ask six times for the ids of the same
-    marks."""
+    ask for the same ones up to six times."""
     decode, encode = tokenizer.decode, tokenizer.encode
     one_by_one = getattr(tokenizer, "_decode", None)
 

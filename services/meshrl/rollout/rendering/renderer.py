@@ -131,7 +131,7 @@ def _wire(messages: Sequence[Message]) -> list[WireMessage]:
 
 
 def _can_be_appended(tail: Sequence[WireMessage]) -> bool:
-    """Tool results followed by at most one user message, which a renderer can append."""
+    """Whether a renderer can append it: tool results, then at most one user message."""
     roles = [message["role"] for message in tail]
     return bool(roles) and all(role == "tool" for role in roles[:-1]) and roles[-1] in ("tool", "user")
 
@@ -171,7 +171,7 @@ def _create(loaded: object, tokenizer: str, options: Mapping[str, object]) -> Re
 
 
 def show_prompts(renderer: Renderer, tokenizer: Any, count: int) -> None:
-    """Logs the renderer's first `count` prompts, as `sft` shows its first rows."""
+    """Logs the renderer's first `count` prompts."""
     render, left = renderer.render, count
 
     @functools.wraps(render)

@@ -150,7 +150,6 @@ class WorkerFleet:
         return (environment,), PlaceLimits(entry.deadlines.blocked_s, entry.max_memory_mib or self._max_memory_mib)
 
     def _start_standby(self) -> None:
-        """For environments that share, which a lost worker would hold up."""
         if self._with_standby and self._standby is None and len(self._shared_names) > 1:
             self._standby = self._place(None)
             self._standby.keep_starting()
@@ -192,8 +191,6 @@ class WorkerFleet:
         )  # fmt: skip
 
     def _leave_to_blocker(self, place: WorkerPlace) -> None:
-        """Moves the others away from a shared worker that one environment's code blocks. A ready standby takes its
-        place, and the blocker keeps the worker."""
         worker, standby = place.worker, self._standby
         hold = worker.hold() if worker is not None and worker.usable else None
         if worker is None or hold is None or not hold.culprit.environment or hold.seconds < LEFT_AFTER_S:

@@ -32,13 +32,13 @@ def env_folder(output_dir: Path, entry: EnvConfig) -> Path:
 
 
 def log_environments(entries: Iterable[EnvConfig], output_dir: Path) -> None:
-    """Sends the front's log about an environment to the environment's env_server.log too."""
+    """Sends the front's log about an environment to its env_server.log too."""
     for entry in entries:
         _log_to(env_folder(output_dir, entry) / SERVER_LOG, entry.resolved_name, "DEBUG")
 
 
 def take_over_output(entries: Sequence[EnvConfig], number: int, output_dir: Path, config: LogConfig) -> None:
-    """Leads stdout, stderr and the log of worker `number`, which is this process, into its files."""
+    """Of worker `number`, which is this process."""
     file = f"env_worker_{number}.log"
     hosted = {entry.resolved_name: env_folder(output_dir, entry) / file for entry in entries}
     rest = log_place(Layout(output_dir), "envs", file)

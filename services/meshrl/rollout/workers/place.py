@@ -34,7 +34,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class PlaceLimits:
-    """How long the event loop may be held up, and the memory of a worker."""
+    """Of a worker."""
 
     blocked_s: float
     max_memory_mib: int
@@ -66,7 +66,7 @@ class WorkerPlace:
         self._task: asyncio.Task[None] | None = None
 
     async def first(self) -> WorkerProcess:
-        """Waits until the first worker is ready. Raises ConfigError where it cannot be."""
+        """Waits until it is ready. Raises ConfigError if it cannot be."""
         worker = await self._start()
         self._task = asyncio.create_task(self._keep(worker))
         return worker

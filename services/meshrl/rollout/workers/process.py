@@ -131,7 +131,6 @@ class WorkerProcess:
         self.infos: tuple[EnvironmentInfo, ...] = ()
         self.in_flight: Mapping[str, int] = {}
         self.calls: dict[int, WorkerCall] = {}
-        """The rollouts that it plays, by number."""
         self.load = 0
         """Rollouts of the groups that are played here."""
         self.heard_s = time.monotonic()
@@ -214,7 +213,7 @@ class WorkerProcess:
             call.fail(WorkerLostError(causes[call.environment], fault))
 
     def leave_to(self, environment: str) -> None:
-        """Moves everything elsewhere but this environment's rollouts, whose code holds the worker up."""
+        """Its code holds the worker up; all else moves."""
         words = f"its worker {self.settings.number} is blocked by environment {environment}"
         for call in self.calls.values():
             if call.environment != environment:
