@@ -1,4 +1,4 @@
-"""`meshrl conformance`: names each rule of the contract that a server breaks."""
+"""`meshrl conformance`: lists the rules that a server breaks."""
 
 from __future__ import annotations
 

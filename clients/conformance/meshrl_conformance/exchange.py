@@ -295,7 +295,7 @@ WORKER_CHECKS: dict[str, WorkerCheck] = {
 
 
 class _Exchange(pb_grpc.RolloutExchangeServicer):
-    """Hands every stream to the probe."""
+    """Streams go to the probe."""
 
     def __init__(self, probe: WorkerProbe) -> None:
         self._probe = probe

@@ -84,7 +84,6 @@ async def _version(probe: Probe, seed: int, *, epochs_ahead: int = 0) -> SmallVe
 
 
 async def _sealed(probe: Probe) -> SmallVersion:
-    """One for all checks that only look at it."""
     if "sealed" not in probe.memory:
         version = await _version(probe, seed=0)
         await probe.call("CreateVersion", *version.upload())

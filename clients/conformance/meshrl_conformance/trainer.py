@@ -222,7 +222,6 @@ async def _checkpoints(probe: Probe) -> None:
 
 
 async def _listed(probe: Probe, *, page_size: int) -> list[Any]:
-    """All checkpoints, page by page."""
     found: list[Any] = []
     request = pb.ListCheckpointsRequest(page_size=page_size)
     while True:

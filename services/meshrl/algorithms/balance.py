@@ -1,4 +1,4 @@
-"""Divides samples among packed rows, and rows among ranks, so that no rank waits long for another; used by `packing`.
+"""Divides samples among packed rows, and rows among ranks, so that no rank waits long for another.
 
 With sharded parameters every rank runs as many rows, and at each micro-step all wait for the one whose row costs most.
 So a step costs `waiting_cost`, the sum over micro-steps of the costliest row.

@@ -1,4 +1,4 @@
-"""Packs the samples of a step into rows of at most `seq_len` tokens; last thing the orchestrator does to a batch.
+"""Packs the samples of a step into rows of at most `seq_len` tokens.
 
 A sample is packed when a term of the objective has a token of it: loss_mask marks those of rl, a weight other than 0
 those of ce and ref_kl. `balance` chooses the row of each sample, `prefixes` the samples that share their beginning.
@@ -146,7 +146,7 @@ def _rows(
 
 
 def _fit(sample: TrainSample, seq_len: int) -> TrainSample:
-    """The first seq_len tokens, the first of which belongs to no term. Raises ValueError for inconsistent arrays."""
+    """The first token belongs to no term. Raises ValueError for inconsistent arrays."""
     length, what = len(sample.token_ids), f"sample of rollout {sample.rollout_id!r}"
     if len(sample.loss_mask) != length or len(sample.logprobs) != length:
         raise ValueError(
@@ -198,7 +198,7 @@ def _micro_batch(kept: Sequence[TrainSample], row: Sequence[Bundle], dp_rank: in
 
 
 def _has_logprobs(sample: TrainSample) -> NDArray[np.bool_]:
-    """(T,) tokens whose sampling logprob the objective reads."""
+    """(T,), whether the objective reads a token's."""
     if sample.ref_kl_weights is None or not sample.ref_kl_sampled:
         return sample.loss_mask
     known: NDArray[np.bool_] = sample.loss_mask | (sample.ref_kl_weights != 0)

@@ -1,4 +1,4 @@
-"""Finds samples that begin alike, so that a row can hold their beginning once; used by `packing` before it makes rows.
+"""Finds samples that begin alike, so that a row can hold their beginning once.
 
 The rollouts of a group repeat its prompt, and the samples of one rollout may repeat its history. A sample shares the
 first P tokens of another, its root, when both have them and no term of the objective has one of its own among them: its
@@ -77,7 +77,7 @@ def _common(root: Beginning, sample: Beginning) -> int:
 def _divided(bundle: Bundle, lengths: Sequence[int], limit: int) -> list[Bundle]:
     """Parts of at most `limit` tokens; each begins with a sample as its root.
 
-    Members come by descending prefix, so that root shares at least as much with the first one as the members after it.
+    Members come by descending prefix.
     """
     parts: list[Bundle] = []
     members: list[int] = []

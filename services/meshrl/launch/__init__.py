@@ -1,1 +1,1 @@
-"""Starts a whole run from one configuration: `rl` resolves it, starts the five programs and watches over them."""
+"""Starts a whole run from one configuration: `rl` starts five programs and watches over them."""

@@ -1,4 +1,4 @@
-"""Turns the configuration of `rl` into the programs to start, each with its own configuration; no I/O."""
+"""Turns the configuration of `rl` into the programs to start; no I/O."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ class _Composition:
         return with_values(orchestrator_of(section), values)
 
     def teacher_rollout(self, section: OrchestratorConfig, rollout: RolloutConfig, name: str) -> RolloutConfig | None:
-        """In which a run's teacher plays. None if it plays nothing, or one runs already."""
+        """Where a run's teacher plays. None if it plays nothing, or one runs already."""
         names, teacher = section.taught_environments, section.teacher
         if not names or teacher is None or teacher.rollout is not None:
             return None

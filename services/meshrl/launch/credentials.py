@@ -36,8 +36,7 @@ ENGINE_KEY = "engine.key"
 
 
 def with_engine_key(config: RLConfig, environ: Mapping[str, str]) -> RLConfig:
-    """With an API key for its engines, unless it or the environment has one, or rollout services run already, which
-    cannot know it."""
+    """With an API key for its engines, unless there is one, or rollout services run already, which cannot know it."""
     inference, client = config.inference, config.rollout.client
     if inference is None or not config.makes_credentials(environ) or "rollout" in config.orchestrator.services.given():
         return config

@@ -1,4 +1,4 @@
-"""The demo: makes a small model, warms it up with `sft`, trains it with `rl`, and reports; what `make demo` runs.
+"""What `make demo` runs: makes a small model, warms it up with `sft`, trains it with `rl`, and reports.
 
     python -m meshrl.launch.demo [--runs] [--engine embedded|vllm] [--seed N] [--max-async-level N] [--max-steps N]
                                  [--output-dir FOLDER]

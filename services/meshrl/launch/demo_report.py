@@ -1,4 +1,4 @@
-"""The report of a demo: figures, table and plot from the metrics of its RL run."""
+"""The report of a demo, from the metrics of its RL run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Chooses the GPUs of each program: those listed, by place among the visible ones, or as many as it needs, engines
-first."""
+"""Chooses the GPUs of each program: those listed, or as many as it needs, engines first."""
 
 from __future__ import annotations
 

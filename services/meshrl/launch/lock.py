@@ -1,4 +1,4 @@
-"""The lock on a run's output folder: one `rl` at a time writes there; a second one's error names the first."""
+"""The lock on a run's output folder, for one `rl` at a time."""
 
 from __future__ import annotations
 
@@ -62,8 +62,7 @@ class FolderLock:
         self.fd = -1
 
     def _try(self) -> bool:
-        """False if another process has the lock. A last holder removes the file, and a folder that it made, perhaps
-        between any two of these lines."""
+        """A last holder may remove the file, and a folder that it made, between any two of these lines."""
         while True:
             self._made = not self._folder.exists()
             try:

@@ -1,4 +1,4 @@
-"""The `rl` program: starts the five programs of one configuration and watches them until the run is over."""
+"""The `rl` program: starts and watches the five programs of one configuration."""
 
 from __future__ import annotations
 
@@ -173,8 +173,8 @@ def checked(
     folder_in_use: bool = False,
     is_new: bool = False,
 ) -> tuple[tuple[Part, ...], list[Finding], CheckBeside | None]:
-    """The parts that can start, the findings, and the check of environments if it is left for later: in a new folder,
-    whose files can be deleted again. Raises ConfigError with all problems."""
+    """The parts that can start, the findings, and the check of environments if it is left for later, as in a new
+    folder. Raises ConfigError with all problems."""
     gpus = visible(os.environ)
     parts: tuple[Part, ...] = ()
     findings = []

@@ -1,4 +1,4 @@
-"""Starts the programs of a run, shows the orchestrator's log, and ends all when one is done or dies."""
+"""Starts the programs of a run, and ends all when one is done or dies."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def expert_layers(part: nn.Module, config: PreTrainedConfig) -> list[Experts]:
 
 
 def active_parameters(model: PreTrainedModel, *, trainable_only: bool = False) -> int:
-    """Parameters that multiply each token: its share of the experts, and no embedding but one that is the head, too."""
+    """Parameters that multiply each token: its share of experts, and no embedding but one that is also the head."""
     share = {
         parameter: experts.share
         for experts in expert_layers(model, model.config)

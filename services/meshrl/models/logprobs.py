@@ -466,4 +466,5 @@ def _slope(
 
 
 def _compiled(function: Callable[Inputs, Result]) -> Callable[Inputs, Result]:
+    """Cheap after the first time: torch keeps the code."""
     return torch.compile(function, dynamic=True)

@@ -181,6 +181,7 @@ def _owners(model: nn.Module) -> dict[int, list[str]]:
 
 
 def _refuse_tied(model: nn.Module, chosen: Mapping[str, nn.Linear]) -> None:
+    """A merged copy would have to differ from the weight it is tied to."""
     owners = _owners(model)
     for layer, module in chosen.items():
         others = [name for name in owners[id(module.weight)] if name != f"{layer}.weight"]

@@ -1,4 +1,4 @@
-"""Makes the chat renderer of a tokenizer, for every program that renders or parses conversations. Imports no torch."""
+"""Makes the chat renderer of a tokenizer. Imports no torch."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ class TensorShare(_Share):
         return torch.stack(parts)
 
     def embedded(self, ids: torch.Tensor, weight: torch.Tensor, padding: int | None) -> torch.Tensor:
-        """The rows (..., E) that ids (...) name of a table of which each rank has a part, in order."""
+        """(..., E) for ids (...); each rank has a part of the table, in order."""
         rows = local(weight)
         place = ids - self.rank * len(rows)
         inside = (place >= 0) & (place < len(rows))
@@ -133,7 +133,7 @@ def _process_group(name: str) -> dist.ProcessGroup:
 
 @torch.library.custom_op(EXCHANGE_OPERATOR, mutates_args=())
 def _exchange(parts_CtF: torch.Tensor, group: str) -> torch.Tensor:
-    """Sends part r to rank r of the group; part r of the result is what rank r has sent."""
+    """Part r goes to rank r of the group; part r of the result is from rank r."""
     received_CtF = torch.empty_like(parts_CtF, memory_format=torch.contiguous_format)
     dist.all_to_all_single(received_CtF, parts_CtF.contiguous(), group=_process_group(group))
     return received_CtF

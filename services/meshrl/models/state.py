@@ -146,7 +146,6 @@ def _leaves_in_rows(tensor: torch.Tensor, wanted: torch.dtype) -> bool:
 
 
 def _has_rows(tensor: torch.Tensor, num_senders: int) -> bool:
-    """Whether each sender's rows are its rank's part: divided once, or by experts and then by FSDP."""
     divisions = _divisions(tensor)
     if any(placement.dim for placement, _ in divisions) or math.prod(size for _, size in divisions) != num_senders:
         return False
@@ -155,7 +154,6 @@ def _has_rows(tensor: torch.Tensor, num_senders: int) -> bool:
 
 
 def _divisions(tensor: torch.Tensor) -> list[tuple[Any, int]]:
-    """The placements that divide a tensor, and over how many ranks each."""
     if not isinstance(tensor, DTensor):
         return []
     sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)

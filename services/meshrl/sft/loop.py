@@ -1,4 +1,4 @@
-"""The fine-tuning loop: takes a step's rows, makes a step, validates and saves when it is time."""
+"""The fine-tuning loop: makes steps, validates and saves when it is time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The `sft` program: one rank of a training group, the agent that starts its ranks, or the submission of its job."""
+"""The `sft` program: one rank, the agent that starts the ranks, or the submission of a job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank of `sft`: reads the data, fine-tunes with the other ranks, and leaves a Hugging Face folder."""
+"""One rank of `sft`: fine-tunes, and leaves a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -62,8 +62,7 @@ def run_rank(config: SFTConfig, rank: int) -> None:
 
 
 def train(config: SFTConfig, signals: Sequence[str], parallel: RankGroup) -> None:
-    """The program between joining the group and leaving it; `signals` end it early. Raises ModelError, DataError,
-    CheckpointError, StepError or UpdateError."""
+    """`signals` end it early. Raises ModelError, DataError, CheckpointError, StepError or UpdateError."""
     layout = Layout(config.output_dir)
     tokenizer = load_sft_tokenizer(config.text)
     checks: list[DataCheck] = []

@@ -1,4 +1,4 @@
-"""Builds each rank's parts: its group, the learner with the model, the run, and the checkpointer."""
+"""Builds each rank's parts: group, learner, run and checkpointer."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def build_parts(config: TrainerConfig, environment: Mapping[str, str]) -> Traine
 
 
 def releaser(device: torch.device, *, wanted: bool) -> Callable[[], None]:
-    """Gives back what torch caches; does nothing on a CPU, or if not wanted."""
+    """Frees torch's cache; nothing on a CPU, or if not wanted."""
     return torch.cuda.empty_cache if wanted and device.type == "cuda" else lambda: None
 
 

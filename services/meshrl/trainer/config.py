@@ -1,4 +1,4 @@
-"""Configuration of the `trainer` program; read by its main and composed by the `rl` launcher."""
+"""Configuration of the `trainer` program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The training loop of rank 0: gives the runs their turns, a slice at a time; runs on the training thread.
+"""The training loop of rank 0: gives the runs their turns, a slice at a time, on the training thread.
 
 Waits for batches, for requested checkpoints and, before it captures a version of a run, for the publication of the one
 before; meanwhile other runs train.

@@ -40,7 +40,6 @@ class OpenRun:
         hub: WeightSyncClient,
         epoch: int,
     ) -> None:
-        """`initial` is the version that the run starts with."""
         self.training = training
         self._publication, self._options, self._hub, self._epoch = publication, options, hub, epoch
         self._version = training.state.step_done
@@ -62,7 +61,7 @@ class OpenRun:
                 self._initial = None  # its weights must not live as long as the run
 
     async def retire(self) -> None:
-        """Has the hub and the engines let go of the run. Raises MeshError."""
+        """Hub and engines let go of the run. Raises MeshError."""
         await self._hub.close_run(self.training.state.run_id, self._epoch)
 
     async def close(self) -> None:
@@ -96,7 +95,7 @@ class RunOpener:
         settings: RunSettings,
         environment: Mapping[str, str],
     ) -> OpenRun:
-        """Opens the trainer's own run, the first of all, once `decided` has how versions leave."""
+        """Opens the first run, once `decided` has how versions leave."""
         opened = open_publication(decided, self._options, self._parts, self._commands, self._hub, environment)
         self._decided = decided.result()
         return self._open(run, queue, settings, self._decided, *opened, own=True)

@@ -198,7 +198,7 @@ def run_maker(learner: Learner, model: TrainerModelConfig, output_dir: Path, hoo
 
 
 def joining(join_rows: str, seq_len: int, device: torch.device) -> Joining | None:
-    """Which slices share a pass, by `trainer.join_rows`."""
+    """By `trainer.join_rows`."""
     if join_rows == "never" or (join_rows == "auto" and device.type != "cuda"):
         return None
     return Joining(below=seq_len // 4 if join_rows == "auto" else seq_len, room=seq_len)
@@ -220,7 +220,6 @@ async def _until_drained(
     *,
     deadline_s: float,
 ) -> int:
-    """Waits for the end, trains the queue and has the last checkpoint written. Returns the exit code."""
     await stop_or_first(stop, trained)
     server.set_not_serving()
     code = 0

@@ -1,4 +1,4 @@
-"""Trains one run on rank 0: its steps, versions, checkpoints and metrics. The loop gives it its turns.
+"""Trains one run on rank 0: its steps, versions, checkpoints and metrics.
 
 A step's slices are passed, then it is made, then its version is captured, once the version before is published. A
 failure in an added run suspends that run alone.
@@ -141,7 +141,7 @@ class RunTraining:
         return self._versions.progress.left_s(self._versions.stall_s)
 
     def check_publication(self) -> None:
-        """Suspends the run if its publication stands still. Raises MeshError for the own run."""
+        """Suspends a run whose publication stands still. Raises MeshError for the own."""
         if self.publication_left_s() > 0:
             return
         problem = self._stuck()
@@ -293,7 +293,6 @@ class RunTraining:
             self._save_by_schedule(self._ckpt)
 
     def _start_publication(self, step: int, captured: Captured, span: TrainSpan, done: Done) -> None:
-        """Begins to publish a version; its step is DONE once that is over."""
         started, tokens = time.perf_counter(), self.checkpointer.progress.tokens
 
         def announce(published: Future[PublishReport]) -> None:
@@ -330,8 +329,8 @@ class RunTraining:
         publish()
 
     def end(self) -> None:
-        """Completes the step at hand and its publication, and writes the last checkpoint. Raises failures of the own
-        run, and logs those of another."""
+        """Completes step and publication, and writes the last checkpoint. Raises failures of the own run, and logs
+        those of another."""
         try:
             while self._step is not None:
                 if self._step.result is not None:
@@ -348,8 +347,7 @@ class RunTraining:
     def _metrics(
         self, batch: Batch, result: StepResult, timings_s: Mapping[str, float], train_s: float
     ) -> dict[str, float]:
-        """All metrics of a step. Throughput leaves out the wait for a batch, and counts a shared prefix for each of its
-        samples."""
+        """Throughput leaves out the wait for a batch, and counts a shared prefix for each sample."""
         tokens = sum(len(row.token_ids) + row.shared_tokens for row in batch.micro_batches)
         samples = sum(len(row.rollout_ids) for row in batch.micro_batches)
         progress = self.checkpointer.progress

@@ -1,4 +1,4 @@
-"""TrainerService over gRPC: converts each request, asks the run it names, converts the answer back.
+"""TrainerService over gRPC: each request goes to the run that it names.
 
 A batch is checked against the model before it is queued.
 """

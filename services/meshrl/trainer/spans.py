@@ -1,4 +1,4 @@
-"""The trace of a step: an `rl.train` span with a child for each stage."""
+"""The trace of a step: a span with a child for each stage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The servers to sample from: finds out their kind and sequence length, and loads checkpoints."""
+"""The servers to sample from: their kind and sequence length, and the loading of checkpoints."""
 
 from __future__ import annotations
 

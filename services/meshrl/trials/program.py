@@ -1,4 +1,4 @@
-"""Starts the engine, if configured, and the rollout service, does the work of `eval` or `synthesize`, stops them."""
+"""Starts engine and rollout service, does the work of `eval` or `synthesize`, stops them."""
 
 from __future__ import annotations
 

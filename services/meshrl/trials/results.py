@@ -22,8 +22,8 @@ LONG_FIELDS = ("completion", "conversations")
 
 
 class TrialResults:
-    """The results of one command in `folder`, with those of its earlier processes. A context manager. A folder with
-    results of other `settings` is refused. `clean` deletes earlier results, and the files that `derived` names."""
+    """The results of one command in `folder`, over restarts. A context manager. A folder with results of other
+    `settings` is refused. `clean` deletes earlier results, and the files that `derived` names."""
 
     def __init__(self, folder: Path, settings: JsonObject, *, clean: bool = False, derived: Sequence[str] = ()) -> None:
         self.rows: list[JsonObject] = []

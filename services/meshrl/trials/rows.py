@@ -1,4 +1,4 @@
-"""The file of results: a line for each rollout, written as it ends. One with a line is never played again."""
+"""The file of results: a line for each rollout, which is then never played again."""
 
 from __future__ import annotations
 

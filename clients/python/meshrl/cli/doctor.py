@@ -109,7 +109,7 @@ def _gpus() -> Diagnosis:
 
 
 def _network() -> Diagnosis:
-    """Congestion control and packet size bound the speed of a link between sites."""
+    """Congestion control and packet size bound a link's speed."""
     try:
         control = CONGESTION_CONTROL.read_text().strip()
         mtus = {each.parent.name: int(each.read_text()) for each in sorted(INTERFACES.glob("*/mtu"))}

@@ -60,7 +60,7 @@ def _chosen(folder: RunFolder, services: tuple[str, ...], attempt: int | None) -
 
 
 def _program(name: str) -> str:
-    """`eval` for `eval.2`, its second log in one start."""
+    """`eval` for `eval.2`."""
     program, _, number = name.rpartition(".")
     return program if number.isdecimal() else name
 

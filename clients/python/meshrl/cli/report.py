@@ -101,7 +101,6 @@ def _rollouts(folder: RunFolder) -> Iterator[str]:
 
 
 def _scripts() -> str:
-    """The modules as one, without imports."""
     text = "\n".join(map(_read, SCRIPTS))
     return re.sub(r"^export ", "", re.sub(r"^import .*\n", "", text, flags=re.MULTILINE), flags=re.MULTILINE)
 

@@ -1,4 +1,4 @@
-"""Reads what a run has written to its output folder: addresses, metrics, ledger, logs, traces and checkpoints."""
+"""Reads what a run has written to its output folder."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`meshrl status`: every service of a run, its version, and how far behind that is.
 
-Rollout, trainer and weights are asked at once, each with a deadline. The orchestrator serves nothing: its files show
-its state. A service that does not answer is a row with the reason.
+Services are asked at once; one that does not answer is a row with the reason. The orchestrator serves nothing: its
+files show its state.
 """
 
 from __future__ import annotations

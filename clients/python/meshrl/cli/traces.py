@@ -150,7 +150,7 @@ def export(folder: RunFolder, target: Path) -> None:
 
 
 def _events(spans: Sequence[RunSpan]) -> Iterable[JsonObject]:
-    """Chrome's trace events; spans of one program that overlap without nesting get tracks of their own.
+    """Spans of one program that overlap without nesting get tracks of their own.
 
     Perfetto needs whole microseconds (it drops slices that overlap by a rounding), thread ids that no other thread or
     process has, and numbered arrows from the earlier begin to the later.
@@ -183,7 +183,6 @@ def _events(spans: Sequence[RunSpan]) -> Iterable[JsonObject]:
 
 
 def _track(tracks: list[list[tuple[int, int]]], span: RunSpan) -> int:
-    """The first track that the span nests into or follows, else a new one."""
     for number, opened in enumerate(tracks):
         while opened and opened[-1][1] <= span.start_us:
             opened.pop()

@@ -31,8 +31,8 @@ class ExchangeClient(ServiceClient):
     async def attach(
         self, messages: AsyncGenerator[pb.AttachRequest | bytes, None]
     ) -> AsyncGenerator[pb.AttachResponse, None]:
-        """Sends `messages`, the hello first, until the orchestrator ends the stream; bytes are an AttachRequest. A
-        broken line raises UNREACHABLE."""
+        """Sends `messages`, the hello first, until the orchestrator ends the stream. A broken line raises
+        UNREACHABLE."""
         async for message in self._stream(self._attach, "Attach", messages, None, with_span=False):
             yield message
 

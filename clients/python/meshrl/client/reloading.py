@@ -1,4 +1,4 @@
-"""A gRPC channel whose certificate, and whose server's name, may change while it is used.
+"""A gRPC channel whose certificate and server's name may change in use.
 
 A changed certificate opens another channel; running calls finish on the old one. A revoked server certificate renames
 the role's servers, and calls over the old channel end.

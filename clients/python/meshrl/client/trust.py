@@ -190,7 +190,7 @@ class TrustFile:
         return f"{id_}.{secret}"
 
     def enroll(self, token: str, name: str, key: str, asked: Sequence[str]) -> Member:
-        """Records a member that joins by a token, with its key's hash; `asked` as in `granted_hosts`.
+        """Records a member that joins by a token; `asked` as in `granted_hosts`.
 
         Raises TokenError for the token, and ValueError for a name that is invalid, another's, revoked or enrolled with
         another key, and for hosts that the token lacks.

@@ -217,7 +217,7 @@ class WeightSyncClient(ServiceClient):
         prepare_deadline_s: float,
         artifact_id: str = "",
     ) -> Activation:
-        """Commits a sealed version; returns when `min_ready` engines (0: all) serve it.
+        """Returns when `min_ready` engines (0: all) serve a sealed version.
 
         Raises ENGINES_NOT_READY when fewer had prepared it after `prepare_deadline_s`, VERSION_CONFLICT for another
         content than `artifact_id`, since epochs share version numbers.

@@ -74,8 +74,8 @@ def from_json(text: bytes) -> Manifest:
 
 
 def open_regular(path: str | Path) -> int:
-    """For reading a file that a peer has named. Raises OSError unless it is a regular file: a pipe would block, and
-    a link may lead anywhere."""
+    """For a file that a peer has named. Raises OSError unless it is regular: a pipe would block, and a link may lead
+    anywhere."""
     _check_regular(os.lstat(path), path)
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
     try:

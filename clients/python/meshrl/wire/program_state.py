@@ -120,8 +120,8 @@ def troubles_for(state: ProgramState, others: Mapping[str, ProgramState], *, eve
 
 
 def run_line(states: Mapping[str, ProgramState], now_s: float) -> str:
-    """The wait of a whole run: the chain from the trainer if it waits for a batch, else from the orchestrator, then
-    other programs in trouble."""
+    """A run's wait: the chain from the trainer if it waits for a batch, else from the orchestrator, then other
+    troubles."""
     trainer = states.get("trainer")
     trains = trainer is not None and not any(wait.name == "batch" for wait in trainer.waits)
     starts = ["orchestrator", "trainer"] if trains else ["trainer", "orchestrator"]
@@ -141,7 +141,7 @@ def _find(states: Mapping[str, ProgramState], name: str) -> ProgramState | None:
 
 
 def _next(states: Mapping[str, ProgramState], names: tuple[str, ...], now_s: float) -> ProgramState | None:
-    """The awaited one that explains most: in trouble, else waiting itself for longest."""
+    """The one in trouble, else waiting for longest."""
     found = [state for name in names if (state := _find(states, name)) is not None]
 
     def weight(state: ProgramState) -> tuple[bool, float]:

@@ -1,7 +1,6 @@
 """Saved steps of a run, folders `step_N`, and pinned ones, which are never deleted.
 
-A pinned step has an empty file `weights/step_N.pinned`, at which a trainer looks before it deletes old checkpoints
-(`ckpt.keep_last`).
+A pinned step has an empty file `weights/step_N.pinned`.
 """
 
 from __future__ import annotations

@@ -11,9 +11,8 @@ from meshrl.wire.types import Rollout
 
 
 class HierarchicalGRPO(Recipe):
-    """GRPO on two levels: agents of `episode_agents` (the solvers) are compared with those of the same episode, since
-    another episode poses another problem; all other agents (the proposer) with those of the other episodes. A rollout
-    alone has advantage 0."""
+    """Agents of `episode_agents` (the solvers) are compared within an episode, since another poses another problem; all
+    others (the proposer) across episodes. A rollout alone has advantage 0."""
 
     least_rollouts = 1
 

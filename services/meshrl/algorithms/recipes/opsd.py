@@ -16,8 +16,8 @@ class SelfDistillation(Recipe):
     2601.19897). Unlike the paper's moving average, the teacher is the live policy, or with `scored_by` TEACHER the
     run's first weights.
 
-    The demonstration is the best rollout of the same task and agent in the group, put whole before the sample. A
-    rollout without a better one, or that does not fit behind it within `context_tokens`, trains nothing.
+    The demonstration is the best rollout of the same task and agent in the group, put before the sample. A rollout
+    without a better one, or too long for both within `context_tokens`, trains nothing.
     """
 
     def __init__(self, *, weight: float, context_tokens: int, top_k: int = 0, scored_by: Actor = Actor.POLICY) -> None:

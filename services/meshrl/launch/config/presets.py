@@ -1,4 +1,4 @@
-"""Algorithms by the names that users know: what the `algorithm` key of `rl` sets in orchestrator and trainer.
+"""What the `algorithm` key of `rl` sets in orchestrator and trainer.
 
     name      advantage                    loss                             divided by
     default   default: minus group mean    default: DPPO mask, KL term      tokens of the batch

@@ -1,4 +1,4 @@
-"""Configuration of `rl`: the five programs' own configurations, and the keys that they share."""
+"""Configuration of `rl`: the five programs' own, and the keys that they share."""
 
 from __future__ import annotations
 

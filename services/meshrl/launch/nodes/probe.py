@@ -1,5 +1,5 @@
-"""Run once on each node of a job: prints a line of JSON for `rl`. It imports little, since a first import from a cold
-network disk takes its time.
+"""Run once on each node of a job: prints a line of JSON for `rl`. It imports little: a first import
+from a cold network disk is slow.
 
 python -m meshrl.launch.nodes.probe TOKEN_FILE NUM_PORTS
 """

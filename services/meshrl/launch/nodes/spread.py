@@ -1,4 +1,4 @@
-"""Spreads a run over the nodes of a job: trainers on the first nodes, engines on the next, the rest on the first."""
+"""Spreads a run over a job's nodes: trainers on the first, engines on the next, the rest on the first."""
 
 from __future__ import annotations
 

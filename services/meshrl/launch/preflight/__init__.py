@@ -1,4 +1,4 @@
 """Checks that `rl` makes before a run begins, so that all problems are reported at once.
 
-One file a topic; a check is a function from a `Plan` to its findings. `checks.py` lists them.
+A check is a function from a `Plan` to its findings; `checks.py` lists them.
 """

@@ -1,4 +1,4 @@
-"""All preflight checks, in the order in which their findings are shown; called by `rl`."""
+"""All preflight checks, in the order in which their findings are shown."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CHECKS: tuple[Check, ...] = (
 
 
 def examine(plan: Plan, checks: Sequence[Check] = CHECKS) -> list[Finding]:
-    """What all checks find, side by side; takes some seconds, most of them for the imports of environments."""
+    """Checks side by side; takes some seconds, mostly for the imports of environments."""
     with ThreadPoolExecutor(len(checks), thread_name_prefix="preflight") as pool:
         return [finding for found in pool.map(lambda check: list(check(plan)), checks) for finding in found]
 

@@ -1,7 +1,6 @@
 """Can environments and functions of the user's own be imported, and do their options fit?
 
-A process of its own imports them, since that brings verifiers or torch, and a module may print, fail or exit as it
-likes. A dry run also loads the tasks of every environment.
+A process of its own imports them, since a module may print, fail or exit. A dry run also loads all tasks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Deals tokenized conversations into steps of packed rows; between the loader and the learner."""
+"""Deals tokenized conversations into steps of packed rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes conversations of rows; between `sources` and `tokenization`."""
+"""Makes conversations of rows."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def _tools(row: Row, name: str) -> tuple[Tool, ...]:
 
 
 def _parsed(row: Row, column: str, name: str) -> Any:
-    """The column's value, which may be JSON text. A text in messages that is not JSON is one message."""
+    """JSON text is parsed; any other text in messages is one message."""
     value = row.get(column)
     if not isinstance(value, str) or (column == "messages" and value.lstrip()[:1] != "["):
         return value

@@ -1,4 +1,4 @@
-"""Brings each step's rows to every rank: rank 0 reads, tokenizes and packs them, and sends them to the others."""
+"""Brings each step's rows to every rank: rank 0 reads and packs them for all."""
 
 from __future__ import annotations
 
@@ -109,7 +109,6 @@ class Feed:
         return training_batches(drawn, data, parts=parts, dp_size=self._parallel.plan.dp_size, progress=progress)
 
     def _from_first(self, make: Callable[[], Sequence[MicroBatch]]) -> Sequence[MicroBatch]:
-        """Rank 0's rows on every rank; its DataError is raised on all of them."""
         if not self._parallel.plan.leads:
             sent = self._parallel.broadcast(None)
             if sent[:1] == _ERROR:

@@ -170,8 +170,7 @@ def _as_it_is(found: object) -> object:
 
 
 def fake_samples(data: DataConfig, start: Cursor, *, vocab_size: int) -> Iterator[DrawnSample]:
-    """Endless made-up samples. Variable lengths are lognormal around an eighth of seq_len, with a spread of one
-    e-fold."""
+    """Endless. Variable lengths are lognormal around an eighth of seq_len, with a spread of one e-fold."""
     for position in count(start.position):
         source = np.random.default_rng([data.seed & 0xFFFFFFFF, position])
         length = data.seq_len

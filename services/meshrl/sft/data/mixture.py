@@ -1,6 +1,6 @@
 """The order in which rows are trained, over one part of the data or several mixed.
 
-The same sizes and settings give the same order everywhere, so a Cursor is all that a run needs to go on.
+Equal sizes and settings give the same order, so a Cursor is all that a run needs to go on.
 """
 
 from __future__ import annotations

@@ -129,8 +129,7 @@ class TemplateMasks:
     def _bound(
         self, conversation: Conversation, count: int, whole: list[int], *, bounds: int, generation: bool = False
     ) -> int:
-        """Length in tokens of the first `count` messages, which must begin the whole, but for a template's closing
-        text."""
+        """Tokens of the first `count` messages, which must begin the whole but for a template's closing text."""
         where = f"{conversation.row}, message {bounds} ({conversation.messages[bounds]['role']})"
         if not count and generation:
             return self._first_header(conversation, whole)
@@ -214,7 +213,7 @@ class TemplateMasks:
         return _last(whole, stop, start, end) if stop in whole[start:end] else end
 
     def _behind_special(self, whole: list[int], start: int, end: int) -> int | None:
-        """Behind the special token that ends a span, but for white space. None without one."""
+        """As `_turn_end`; None without a special token."""
         while end > start + 1 and whole[end - 1] not in self._special and self._is_blank(whole[end - 1]):
             end -= 1
         return end if end > start and whole[end - 1] in self._special else None

@@ -1,7 +1,7 @@
 """Turns conversations into token ids with a mask of the learned ones.
 
-These are found in one of four ways: by the configured renderer, by the `generation` marks of the chat template, by
-prefixes of the conversation, or by the renderer that makes the same tokens as the template.
+These are found by the configured renderer, the `generation` marks of the chat template, prefixes of the conversation,
+or the renderer that makes the template's tokens.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ConversationTokenizer:
 def _rendered(
     conversation: Conversation, renderers: Renderers, learned: Sequence[bool]
 ) -> tuple[list[int], NDArray[np.bool_]]:
-    """Tokens and (T,) mask by a renderer. Raises DataError.
+    """Raises DataError.
 
     An assistant's text is learned with its end-of-turn token, of other roles the text without its markup.
     """

@@ -1,4 +1,4 @@
-"""Sets publishing up on rank 0: decides by which transport versions leave, and builds the publisher."""
+"""Sets publishing up on rank 0: the transport by which versions leave, and the publisher."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def open_publication(
 
 
 def settings_of_added(own: PublicationSettings, *, epoch: int, folder: Path) -> PublicationSettings:
-    """How versions of a run beside the trainer's own leave: as adapters that rank 0 streams."""
+    """Versions of added runs leave as adapters that rank 0 streams."""
     return replace(
         own, transport=Transport.STREAM.value, adapter_only=True, in_shares=False, store_address="", epoch=epoch,
         folder=str(folder.absolute()),

@@ -22,7 +22,7 @@ PendingProbe = Callable[[], VersionProbe]
 def prober(learner: Learner, run: RunState, num_tokens: int) -> Callable[[], PendingProbe] | None:
     """Begins a probe of `num_tokens` under the weights of the moment; collective. None for fewer than 2 tokens.
 
-    The prompt is drawn from the whole vocabulary, so that it needs no tokenizer and meets many rows and experts.
+    The prompt is random, so that it needs no tokenizer and meets many rows and experts.
     """
     if num_tokens < 2:
         return None

@@ -1,4 +1,4 @@
-"""Each rank's snapshotter: copies its weights between two steps, on the training thread, to be published meanwhile.
+"""Each rank's snapshotter: copies its weights between two steps, on the training thread.
 
 Every rank captures a version at the same place in the order of collectives.
 """

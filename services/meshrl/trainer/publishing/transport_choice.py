@@ -1,4 +1,4 @@
-"""Decides at the trainer's start how versions leave it, by the configuration and the hub's engines."""
+"""Decides how versions leave the trainer, by the configuration and the hub's engines."""
 
 from __future__ import annotations
 

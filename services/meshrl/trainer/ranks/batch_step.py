@@ -1,4 +1,4 @@
-"""A step of a run as every rank makes it: the rows of its batch passed a slice at a time, then the optimizer's step.
+"""A run's step on every rank: the batch passed a slice at a time, then the optimizer's step.
 
 A slice has one row of each group of ranks that trains rows of its own. Slices of several runs may share a pass.
 """
@@ -19,8 +19,7 @@ Outcome = StepResult | StepError | UpdateError | None
 
 
 class BatchStep:
-    """The step that a batch makes, on every rank. Other runs may have their turn between two slices, while the run's
-    gradient waits."""
+    """A batch's step on one rank. Other runs may have their turn between two slices, while the gradient waits."""
 
     def __init__(self, run: RunState, micro_batches: Sequence[MicroBatch]) -> None:
         self.run = run

@@ -1,7 +1,6 @@
 """Commands that rank 0 sends to the training threads of the other ranks, so that all do the same collectives in order.
 
-Every rank carries a command out, rank 0 too. A command travels as the length of its JSON (uint64, little-endian), that
-JSON and, of a TrainCommand, its rows.
+A command travels as the length of its JSON (uint64, little-endian), that JSON and, of a TrainCommand, its rows.
 """
 
 from __future__ import annotations
@@ -127,7 +126,7 @@ class Broadcaster(Protocol):
     def world_size(self) -> int: ...
 
     def broadcast(self, data: bytes | None) -> bytes:
-        """Rank 0's bytes on every rank; blocks until rank 0 sends."""
+        """Blocks until rank 0 sends."""
 
 
 class CommandSender:

@@ -1,6 +1,6 @@
 """The only thread of rank 0 that touches the model and calls collectives.
 
-torch's current GPU and OpenMP's threads are set for each thread, and collectives must be called in one order.
+torch's current GPU and OpenMP's threads are a thread's own, and collectives need one order.
 """
 
 from __future__ import annotations

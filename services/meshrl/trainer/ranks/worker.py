@@ -38,7 +38,6 @@ class RankWorker:
         publish_dtype: torch.dtype,
         release: Callable[[], None] = lambda: None,
     ) -> None:
-        """`release` gives unused memory back to the device after each snapshot."""
         self._learner = learner
         self._own = own.state
         self._runs = {own.state.run_id: own}
@@ -47,7 +46,7 @@ class RankWorker:
         self._release = release
 
     def run(self) -> None:
-        """Works until rank 0 sends StopCommand, and waits for the saves under way."""
+        """Works until StopCommand, and waits for the saves under way."""
         receive_commands(self._learner.parallel, self._carry_out)
         for run in self._runs.values():
             run.checkpointer.wait_for_save()

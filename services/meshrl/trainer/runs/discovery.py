@@ -126,8 +126,8 @@ class Discovery:
 
 
 def settings_from(table: Mapping[str, Any], own: RunSettings, *, folder: str) -> RunSettings:
-    """Those of a run by its orchestrator's configuration, and for the rest by the trainer's own run. Raises ValueError,
-    which names the key."""
+    """By the orchestrator's configuration, the rest as in the trainer's own run. Raises ValueError, which
+    names the key."""
     values = own.model_dump(exclude={"ckpt": {"resume_step"}}) | {"folder": folder}
     adapter = {key: value for key, value in table.get("model", {}).get("lora", {}).items() if key != "name"}
     values["lora"] = (values["lora"] or {}) | adapter

@@ -1,4 +1,4 @@
-"""Creates, suspends, resumes and deletes the runs beside a trainer's own, and brings them back after a restart.
+"""The runs beside a trainer's own: made, suspended, deleted, and brought back after a restart.
 
 On the event loop of rank 0; the training thread does all work on the model. <output_dir>/runs/index.json lists them.
 """
@@ -105,7 +105,7 @@ class RunHost:
         return RunSettings.from_spec(spec, self.own_settings, start)
 
     def _start(self, run_id: str, point: StartPoint) -> tuple[StartFrom, LoraConfig | None] | None:
-        """The checkpoint at that point, and the adapter of its run; None for a point in the new run's own folder."""
+        """With the adapter of its run; None for a point in the new run's own folder."""
         source, added = point.run_id or run_id, self._added.get(point.run_id)
         of_own = source == self._own.state.run_id
         settings = self.own_settings if of_own else None if added is None else added.row.settings
@@ -345,8 +345,6 @@ class RunHost:
         added.opening = asyncio.create_task(begin())
 
     def _after_suspension(self, added: _Added) -> None:
-        """Makes a run with lost weights and a checkpoint anew; any other stays suspended, over restarts too."""
-
         async def act() -> None:
             try:
                 if self._added.get(added.row.run_id) is not added:  # it is gone, or was made anew

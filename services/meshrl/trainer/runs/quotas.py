@@ -1,4 +1,4 @@
-"""Counts the tokens that each tenant has trained in a day of UTC, in a file, and refuses batches beyond its quota."""
+"""Counts each tenant's trained tokens in a day of UTC, in a file, and refuses batches beyond its quota."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ class StepBook:
         return None
 
     def accept(self, batch: Batch, digest: str) -> Accepted:
-        """Queues a whole, verified batch. Raises as `admit`: the state may have changed during the upload."""
+        """Queues a whole, verified batch. Raises as `admit`, whose answer may have changed."""
         answer = self.admit(batch.step, digest)
         if answer is not None:
             return answer
@@ -265,8 +265,8 @@ Work = Batch | SaveRequest
 
 
 class TrainingQueue:
-    """Gives one run's batches and save requests to the training thread, and its reports to watchers. Made on the event
-    loop. With `held` it gives nothing out until `open`."""
+    """One run's batches and save requests for the training thread. Made on the event loop. With `held` it gives nothing
+    out until `open`."""
 
     def __init__(self, book: StepBook, changed: Pulse, *, held: bool = False) -> None:
         """`changed` beats after each change; the queues of a trainer share it."""
@@ -282,7 +282,7 @@ class TrainingQueue:
     # --- on the event loop --------------------------------------------------------------------
 
     def submit(self, batch: Batch, digest: str) -> Accepted:
-        """Raises MeshError as StepBook.accept."""
+        """Raises as StepBook.accept."""
         answer = self.book.accept(batch, digest)
         self._changed.beat()
         return answer
@@ -299,7 +299,7 @@ class TrainingQueue:
             await changed.wait()
 
     async def save_checkpoint(self, *, weights_only: bool) -> tuple[int, Path]:
-        """Returns step and folder of a checkpoint that is written after the step at hand."""
+        """Returns step and folder of a checkpoint after the step at hand."""
         if self.closed:
             raise MeshError(Reason.DRAINING, "the trainer has finished; its last checkpoint is on disk if ckpt is on")
         request = SaveRequest(weights_only=weights_only)
@@ -309,7 +309,7 @@ class TrainingQueue:
         return await asyncio.wrap_future(request.saved)
 
     async def drain(self) -> int:
-        """Takes no more batches, and returns the last finished step once those accepted are trained, unless the run is
+        """Takes no more batches; returns the last finished step once the accepted ones are trained, unless the run is
         suspended."""
         self.book.draining = True
         while not (self.book.idle or self.closed or self.book.suspension):

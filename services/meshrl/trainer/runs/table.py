@@ -1,4 +1,4 @@
-"""The runs of a trainer: TrainerService finds a run's queue by its id, the training thread takes work from all."""
+"""The runs of a trainer: the service finds a queue by its id, the training thread takes work from all."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ class DeploymentConfig(BaseConfig):
 
 
 def is_rank(environment: Mapping[str, str]) -> bool:
-    """Whether torchrun, or its variables, make this process a rank of a group."""
+    """Whether torchrun's variables make this process a rank."""
     return "RANK" in environment and "WORLD_SIZE" in environment
 
 

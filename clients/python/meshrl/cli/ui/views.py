@@ -171,7 +171,7 @@ def _state(path: Path) -> tuple[int, int]:
 class Traces:
     """The newest spans, read on as the files grow. Not for several threads.
 
-    Millions of spans take minutes to read: only the end of each file is read, and all files again for an older step.
+    Millions of spans take minutes: only each file's end is read, and all again for an older step.
     """
 
     def __init__(self, folder: RunFolder) -> None:

@@ -141,7 +141,7 @@ _LEAVES: Mapping[str, Callable[[Any], Any]] = {
 
 
 def _numbers(field: FieldDescriptor) -> dict[Any, int]:
-    """An enum's numbers by our enum's members, or by element types' names."""
+    """By our enum's members, or element types' names."""
     assert field.enum_type is not None
     if field.enum_type.name == "DataType":
         return {name: dtype.number for name, dtype in tensors.DTYPES.items()}
