@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -155,10 +156,9 @@ async def test_an_engine_has_the_experts_of_each_requests_own_run(family: str) -
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_peft_itself_computes_the_same(family: str, tmp_path: Path) -> None:
-    peft_package = pytest.importorskip("peft")
     model = adapted(family)
     save_adapter(tmp_path, adapter_state(model), adapter_config(model, "base"))
-    loaded = peft_package.PeftModel.from_pretrained(tiny_model(family, attn=None), str(tmp_path))
+    loaded = PeftModel.from_pretrained(tiny_model(family, attn=None), str(tmp_path))
     with torch.no_grad():
         torch.testing.assert_close(loaded(input_ids=IDS, use_cache=False).logits, logits(model), atol=2e-4, rtol=1e-3)
 
