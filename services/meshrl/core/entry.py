@@ -1,5 +1,5 @@
 """The console scripts: each prepares the process before the imports, which take seconds, and calls a program's main.
-Meanwhile Ctrl-C ends it without a traceback."""
+Ctrl-C then leaves no traceback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How programs ask the Hugging Face hub; called before a library loads something by its name."""
+"""How programs ask the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def told(error: Exception) -> str:
 
 
 def _limit_wait(request: Any) -> None:
-    """What is written to the hub is the writer's to bound."""
+    """An upload is its writer's to bound."""
     if request.method in ("GET", "HEAD"):
         waits: dict[str, float | None] = request.extensions["timeout"]
         request.extensions["timeout"] = {

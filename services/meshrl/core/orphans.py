@@ -127,7 +127,6 @@ def _agent_of(environment: Mapping[str, str]) -> int | None:
 
 
 def _leave(what: str) -> None:
-    """Ends this process with LOST_PEER, whatever its other threads wait for."""
     from loguru import logger  # a guardian has the standard library alone
 
     logger.error("{}; a training group ends as a whole, so this rank leaves too", what)

@@ -112,7 +112,6 @@ def short_socket_paths() -> Iterator[None]:
 
 
 def _keeps_names(folder: os.stat_result) -> bool:
-    """Whether only this user and root can rename this user's files in a folder."""
     if folder.st_uid not in (0, os.geteuid()):
         return False
     return not folder.st_mode & _OTHERS_WRITE or bool(folder.st_mode & stat.S_ISVTX)

@@ -138,9 +138,8 @@ class ChatSession(HarnessSession):  # type: ignore[misc]  # verifiers is untyped
             self._add(*map(message_to_wire, prompt))
 
     async def _run(self, messages: Messages | None) -> ProgramResult:
-        """Adds the user's messages and talks to the model until it answers without calling a tool. Also succeeds when a
-        limit or stop of the rollout ended the conversation. Raises HarnessError when a model call failed,
-        InterceptionError when the interception server cannot be reached."""
+        """Succeeds also when a limit or stop of the rollout ended the conversation. Raises HarnessError when a model
+        call failed, InterceptionError when the interception server cannot be reached."""
         if self.mcp_urls and not self._servers:
             await self._connect_tools()
         self._add(*map(message_to_wire, messages or ()))

@@ -1,4 +1,4 @@
-"""Builds the loop and its parts from the configuration and the services' answers; called by main."""
+"""Builds the loop and its parts from the configuration and the services' answers."""
 
 from __future__ import annotations
 

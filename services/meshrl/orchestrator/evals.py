@@ -61,7 +61,7 @@ class Evaluator:
             await self._wait_for(0, self._config.env, version)
 
     async def go_on(self, tasks: asyncio.TaskGroup) -> None:
-        """Begins anew the evaluations that an earlier process left, one for each environment."""
+        """Those that an earlier process left, one for each environment."""
         done = self._run.info.step
         last = [(env, done - done % self._config.interval_of(env)) for env in self._config.env]
         if owed := [(env, step) for env, step in last if step > self._evaluated]:
@@ -99,7 +99,6 @@ class Evaluator:
                 await self._evaluate(step, envs, version)
 
     async def _evaluate(self, step: int, envs: Sequence[EvalEnvConfig], version: int) -> None:
-        """Scores with `version` or newer, and writes a record under `step`. Raises RunError when it takes too long."""
         self.busy = True
         began_s = self._clock.now()
         metrics: dict[str, float] = {}

@@ -125,7 +125,6 @@ class RunLoop:
     # --- gather -----------------------------------------------------------------------------------
 
     async def _gather(self) -> list[RolloutGroup] | None:
-        """The groups of the next step; None when an earlier batch was refused."""
         run = self.run
         most_s = run.tally.seconds["time/wait_for_rollouts"] + self._batch_s  # beyond dissolved batches
         while self._uploader.refused is None:

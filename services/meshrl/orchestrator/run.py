@@ -127,7 +127,6 @@ class Run:
     # --- counting ---------------------------------------------------------------------------------
 
     def count(self, group: RolloutGroup, screened: Screened) -> None:
-        """Counts the dropped rollouts of a judged group, and the group itself when nothing is kept."""
         self.drop(screened.dropped)
         if not screened.kept:
             self.tally.discarded.append(group)

@@ -129,7 +129,7 @@ class RolloutConfig(BaseConfig):
 
     max_concurrent_per_run: int | None = Field(default=None, ge=1)
     """Most rollouts of one run that run or wait, if several runs share the service; more are refused. None: no limit of
-    its own. A free place goes to the run that has the fewest."""
+    its own."""
 
     workers: int | Literal["auto"] = "auto"
     """Worker processes of all environments without workers of their own. auto: as many as the cores allow, beside the

@@ -208,7 +208,7 @@ class _Progress:
         self._turn_began_s = 0.0
 
     def stage(self, now_s: float) -> RolloutStage:
-        """The stage at `now_s` (time.time). A turn begins when it is first seen."""
+        """`now_s` is time.time(). A turn begins when it is first seen."""
         if self.latest is None:
             return RolloutStage(BEGINNING, self._began_s, StageKind.SETUP)
         found, (_, session) = stage_of(*self.latest), self.latest

@@ -147,7 +147,7 @@ class Admissions:
         reason: str = "",
         sampled_tokens: int = 0,
     ) -> bool:
-        """Counts the end of a running rollout; False if it had ended before (cancelled or late)."""
+        """False if it had ended before (cancelled or late)."""
         if index not in group.running:
             return False
         group.running.discard(index)
@@ -159,7 +159,7 @@ class Admissions:
     def end(
         self, group: AdmittedGroup, outcome: Outcome, now: float, *, reason: str = ""
     ) -> tuple[list[int], list[int]]:
-        """Ends the rest of a group. Returns the rollouts that ran, for the caller to stop, and those that waited."""
+        """Returns the rollouts that ran, for the caller to stop, and those that waited."""
         running, waiting = sorted(group.running), list(group.waiting)
         group.running.clear()
         group.waiting.clear()

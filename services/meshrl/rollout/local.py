@@ -1,5 +1,4 @@
-"""Loads environments, the renderer and the model client in this process, with heavy modules that a front does not
-need."""
+"""Loads environments, the renderer and the model client in this process; a front does not need its heavy modules."""
 
 from __future__ import annotations
 

@@ -50,8 +50,7 @@ def main() -> None:
 
 
 async def serve(config: RolloutConfig, stop: asyncio.Event, tracer: Tracer) -> int:
-    """Serves at a port, or dials the orchestrator, until `stop` is set; then drains. Returns the exit code. Raises
-    ConfigError."""
+    """Until `stop` is set; then drains. Returns the exit code. Raises ConfigError."""
     exchange = config.exchange
     async with AsyncExitStack() as stack:
         if exchange is not None:

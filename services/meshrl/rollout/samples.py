@@ -83,9 +83,8 @@ def _failure(env: Env, episode: Episode, sessions: Mapping[str, Session]) -> Mes
 
 
 def _no_number(env: Env, trace: Trace, message: str) -> str:
-    """A sentence for a reward or metric that returned no number; empty for other errors. verifiers makes a float of
-    each in turn, and keeps None for those to come. A function that returns several by name has no entry of its own, so
-    that beside one the name is unknown."""
+    """Empty for other errors. verifiers makes a float of each in turn, and keeps None for those to come. A function
+    that returns several by name has no entry of its own, so that beside one the name is unknown."""
     told, task_type = _NO_FLOAT.search(message), type(env.taskset).task_type()
     values = {**trace.metrics, **trace.rewards}
     name = next((name for name, value in values.items() if value is None), None)

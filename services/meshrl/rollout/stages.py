@@ -16,7 +16,6 @@ _WORKER = re.compile(r"^worker (\d+)")
 
 @lru_cache(maxsize=1024)  # a thousand rollouts in the same few stages are looked at every few seconds
 def _awaited(what: str, worker: str) -> tuple[str, ...]:
-    """The engines that `what` names, else the worker process."""
     return tuple(_URL.findall(what)) or tuple(f"rollout_worker_{number}" for number in _WORKER.findall(worker))
 
 

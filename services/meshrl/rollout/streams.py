@@ -110,7 +110,7 @@ class _Stream:
 
     @property
     def was_refused(self) -> bool:
-        """It ended in an error before its first message, so the same request may be made again."""
+        """Before its first message, so the same request may be made again."""
         return self._error is not None and self._first + len(self._kept) == 1
 
     async def _play(self, run: Run) -> None:

@@ -103,7 +103,6 @@ class TaskSource:
         return task_cls(data, self._taskset.config.task)
 
     async def _read(self) -> None:
-        """Draws in a thread, a little at a time, while there are waiters; the smallest index comes first."""
         began = said = time.monotonic()
         while self._waiting:
             target = min(self._waiting.values())

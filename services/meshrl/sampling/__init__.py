@@ -1,1 +1,1 @@
-"""Samples groups of rollouts at rollout services; shared by training, evaluation and synthesis."""
+"""Samples groups of rollouts at rollout services."""

@@ -228,7 +228,6 @@ class HostTable:
         )
 
     def next_in_turn(self, environment: str) -> RolloutHost:
-        """To be tried while all hosts of an environment are away."""
         hosting = self.hosting(environment)
         turn = self._last_tried[environment] = self._last_tried.get(environment, -1) + 1
         return hosting[turn % len(hosting)]

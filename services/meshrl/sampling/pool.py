@@ -113,9 +113,8 @@ class RolloutPool:
     # --- the start --------------------------------------------------------------------------------
 
     async def gather(self, wanted: Collection[str], *, startup_s: float) -> None:
-        """Waits for the services, and asks each for its environments. Returns once all serve, or START_GRACE_S after
-        the present ones host everything `wanted`; with workers that dial in, once the required ones have. Raises
-        RunError when something has no host within `startup_s`."""
+        """Returns once all serve, or START_GRACE_S after the present ones host everything `wanted`; with workers that
+        dial in, once the required ones have. Raises RunError when something has no host within `startup_s`."""
         meeting = [asyncio.create_task(self._meet(host, startup_s)) for host in self.table.hosts]
         for task in meeting:
             task.add_done_callback(lambda _: self.changed.beat())
@@ -313,7 +312,7 @@ class RolloutPool:
             del self.places[ticket.group_id]
 
     async def next_host(self, place: GroupPlace) -> RolloutHost:
-        """Waits for a service to ask: the best that takes groups, or one that may be back."""
+        """The best that takes groups, or one that may be back."""
         while True:
             now_s = self._clock.now()
             avoid = {address for address, until_s in place.avoids_until_s.items() if until_s > now_s}
@@ -337,8 +336,7 @@ class RolloutPool:
         return change.is_set()
 
     def failed_at(self, place: GroupPlace, host: RolloutHost, error: MeshError) -> None:
-        """A call for a group was refused, or broke off; the service is passed over for a while. Raises RunError when
-        none will take the group."""
+        """The service is passed over for a while. Raises RunError when none will take the group."""
         now_s = self._clock.now()
         if place.has_begun:
             place.interrupted += 1
@@ -428,7 +426,7 @@ class RolloutPool:
             )
 
     async def cancel(self, group_ids: Collection[str]) -> int:
-        """Stops groups where they are played; returns how many rollouts. Raises MeshError if one call fails."""
+        """Returns how many rollouts were stopped. Raises MeshError if one call fails."""
         at: dict[RolloutHost, list[str]] = {}
         for group_id in group_ids:
             place = self.places.get(group_id)

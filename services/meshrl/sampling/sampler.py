@@ -1,6 +1,6 @@
 """Samples groups at the rollout services: asks until one admits a group, then gathers what streams back.
 
-A group that loses its service is completed at another one, or at the same once it is back: only what is missing is
+A group that loses its service is completed at another one, or at the same once it is back; only missing rollouts are
 sampled again.
 """
 
@@ -63,10 +63,10 @@ class RolloutSampler:
         on_event: Callable[[RolloutEvent], None] = lambda event: None,
         is_wanted: Callable[[], bool] = lambda: True,
     ) -> RolloutGroup:
-        """Returns the group once it is over; losses count as failures. With `scores_only` nothing trains on it, so its
-        logprobs may be any; with `conversations` its rollouts hold their messages. A rollout of which `problems_of`
-        finds some counts as failed. Once `is_wanted` is false, the group is not asked for again. Raises RunError when
-        no service is there, or one refuses the group for good."""
+        """Losses count as failures. With `scores_only` nothing trains on the group, so its logprobs may be any; with
+        `conversations` its rollouts hold their messages. A rollout of which `problems_of` finds some counts as failed.
+        Once `is_wanted` is false, the group is not asked for again. Raises RunError when no service is there, or one
+        refuses the group for good."""
         group = RolloutGroup(ticket=ticket)
         began_s = self._clock.now()
         with self.pool.sampling(ticket, self._retry_s) as place:

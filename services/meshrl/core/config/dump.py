@@ -1,4 +1,4 @@
-"""Writes a configuration as TOML that loads back as the same configuration; `rl` writes one file for each program."""
+"""Writes a configuration as TOML that loads back as the same configuration."""
 
 from __future__ import annotations
 

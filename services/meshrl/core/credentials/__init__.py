@@ -1,1 +1,1 @@
-"""How a program proves who it is: certificates and TLS, also of HTTP, and secrets; used by mains and servers."""
+"""How a program proves who it is: certificates and TLS, also of HTTP, and secrets."""

@@ -1,4 +1,4 @@
-"""Statistics of many values under one metric's name; used by all makers of metric records."""
+"""Statistics of many values under one metric's name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes a job's batch script and submits it; used by rl, sft and inference."""
+"""Writes a job's batch script and submits it."""
 
 from __future__ import annotations
 

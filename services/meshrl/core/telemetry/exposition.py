@@ -102,8 +102,6 @@ def observed(
 
 
 class _BoundedHandler(WSGIRequestHandler):
-    """Closes the connection of a scrape that takes longer than SCRAPE_S."""
-
     def setup(self) -> None:
         super().setup()
         self._limit = threading.Timer(SCRAPE_S, self.connection.shutdown, (socket.SHUT_RDWR,))

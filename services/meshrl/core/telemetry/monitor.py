@@ -1,5 +1,5 @@
-"""Writes a run's metrics to its sinks: console, a JSONL file and those of `sinks`; used by orchestrator, sft and eval.
-A failing sink loses metrics but never ends the run."""
+"""Writes a run's metrics to its sinks: console, a JSONL file and those of `sinks`. A failing sink loses metrics but
+never ends the run."""
 
 from __future__ import annotations
 

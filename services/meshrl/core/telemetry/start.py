@@ -58,7 +58,7 @@ class Start:
 
 
 def start_of(tracer: Tracer) -> Start:
-    """A new one for a tracer that is not a program's."""
+    """New for a tracer that is not a program's."""
     found = getattr(tracer, "start", None)
     return found if isinstance(found, Start) else Start()
 

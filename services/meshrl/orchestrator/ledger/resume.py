@@ -127,7 +127,7 @@ def _members(
 def _unfinished(
     past: Past, loose: Sequence[LedgerEntry], in_flight: AbstractSet[str], environments: Collection[str]
 ) -> dict[str, GroupTicket]:
-    """Tickets for the missing rollouts of the groups in flight, the failed ones too."""
+    """For the missing rollouts of the groups in flight, the failed ones too."""
     came_back = Counter(entry.group_id for entry in loose if entry.rollout_id not in past.damaged)
     tickets = {}
     for group_id in in_flight & past.groups.keys():

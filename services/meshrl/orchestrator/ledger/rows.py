@@ -1,4 +1,4 @@
-"""What the ledger file holds, as rows and as dataclasses; read once when an orchestrator starts, written by the store.
+"""What the ledger file holds, as rows and as dataclasses.
 
 runs      one row for each run that began in this folder; the last one may go on
 groups    what a group was dispatched with, and how it ended

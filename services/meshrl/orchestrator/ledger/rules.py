@@ -7,7 +7,7 @@
 
 The ways back are for a trainer that restarts at an earlier step: what it forgot is batched again for the same step, or
 finished again where that batch is gone. A trained rollout is final once its step is durable. The balance is exact:
-dispatched = trained + dropped + failed + cancelled + open. `ledger.store` keeps the entries and what they need.
+dispatched = trained + dropped + failed + cancelled + open.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Commits changes to the ledger file, several in one transaction, on a thread of its own; fed by the store."""
+"""Commits changes to the ledger file, several in one transaction, on a thread of its own."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ class BatchUploader:
                 return step, event
 
     async def upload(self) -> None:
-        """Until cancelled. Raises RunError when the trainer does not take a batch."""
+        """Raises RunError when the trainer does not take a batch."""
         steps = self._steps
         while True:
             steps.uploaded = max(steps.uploaded, steps.trained)  # done meanwhile: the trainer had it from before

@@ -1,4 +1,4 @@
-"""Follows the steps of one run at the trainer, over every restart of the trainer; read by the batch uploader.
+"""Follows the steps of one run at the trainer, over every restart of the trainer.
 
 Each process of a trainer is an epoch: its events are numbered from 1 (revisions), its steps go on from its checkpoint.
 Later steps of the old process are repeated.

@@ -1,8 +1,8 @@
 """Writes the rollouts of each step that are worth reading to `rollouts/step_N.jsonl.zst` of the output folder.
 
 Read by `meshrl rollouts`. A line is one whole rollout: its messages, its rewards, and every token with its logprob,
-mask and version. There are the best, the worst and a few random rollouts of each environment, trained or dropped, and
-every failed one. Those that trained also have the trainer's logprobs, which the batch requests.
+mask and version. `RolloutSamplesConfig` chooses among trained and dropped ones; every failed one is there. Those that
+trained also have the trainer's logprobs, which the batch requests.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def chosen(step: SubmittedStep, config: RolloutSamplesConfig, logprobs: Logprobs
 
 
 def picked(step: SubmittedStep, config: RolloutSamplesConfig) -> Iterator[tuple[str, Rollout]]:
-    """The rollouts to be read, and why; the same at each call."""
+    """With their reason; the same at each call."""
     by_environment: dict[str, list[Rollout]] = defaultdict(list)
     for group in step.judged:
         for rollout in group.rollouts:

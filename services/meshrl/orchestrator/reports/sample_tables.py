@@ -1,4 +1,4 @@
-"""Tables of sampled texts, and histograms, of a step; shown by the monitor beside metrics."""
+"""Tables of sampled texts, and histograms, of a step."""
 
 from __future__ import annotations
 

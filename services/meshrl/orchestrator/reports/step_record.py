@@ -1,4 +1,4 @@
-"""Turns the events since the last step into one record of metrics; read by the monitor.
+"""Turns the events since the last step into one record of metrics.
 
 Names are `what/{all,env}/statistic`, declared in `core.metrics.names`. Reward, length and error statistics are over
 every group judged for the step, so that a filter does not flatter them; `off_policy`, `advantage` and `batch` are over

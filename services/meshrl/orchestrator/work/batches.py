@@ -1,4 +1,4 @@
-"""Turns the groups that a step took into its batch: what each sample trains, in rows; drained by the trainer.
+"""Turns the groups that a step took into its batch: what each sample trains, in rows.
 
 When the trainer refuses a batch, `at_fault` names the rollouts that the loop drops; the others go into new batches.
 """

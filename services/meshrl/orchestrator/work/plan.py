@@ -1,10 +1,9 @@
 """The plan of work: which task comes next, how many groups may be in flight, and which step takes which; no I/O.
 
 A group in flight, or finished and not yet taken, holds as many slots as its environment's groups have rollouts, however
-many it lost. A step has `batch_size` slots, and the law sets the last step with open slots, so generation cannot run
-further ahead than the law allows. A group is begun while a slot is open, and a step takes whole groups, first
-dispatched first, until it has `batch_size` slots: where groups differ in size, either may go beyond by less than one
-group.
+many it lost. A step has `batch_size` slots, and the law sets the last step with open slots. A group is begun while a
+slot is open, and a step takes whole groups, first dispatched first, until it has `batch_size` slots: where groups
+differ in size, either may go beyond by less than one group.
 """
 
 from __future__ import annotations
@@ -216,7 +215,7 @@ class WorkPlan:
         self.schedule.give_back(ticket.task.environment)
 
     def dispatch(self, group_id: str) -> GroupTicket | None:
-        """Admits one more group; None while there is no room."""
+        """None while there is no room."""
         if self.room() == 0:
             return None
         if self._again:

@@ -128,7 +128,7 @@ class ChatServers(Client):  # type: ignore[misc]  # verifiers is untyped for the
     async def relay_aux(
         self, dialect: Dialect, route: str, body: dict[str, JsonValue], headers: Mapping[str, str] | None = None
     ) -> dict[str, JsonValue]:
-        """Another request of a harness, such as counting tokens. Raises ProviderError."""
+        """Such as counting tokens. Raises ProviderError."""
         return await self._ask(Session(), lambda client: client.relay_aux(dialect, route, body, headers))
 
     def _session(self, session_id: str | None) -> Session:

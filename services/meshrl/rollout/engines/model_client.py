@@ -1,5 +1,4 @@
-"""The model client that verifiers uses for the policy: messages to tokens, tokens to an engine, tokens back to a
-message.
+"""The model client that verifiers uses for the policy: messages to tokens and back.
 
 verifiers' own train client goes through a second HTTP client, keeps no policy versions and cannot choose an engine.
 """

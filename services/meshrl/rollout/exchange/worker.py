@@ -116,7 +116,7 @@ class ExchangeWorker:
             )
 
     async def delivered(self, deadline_s: float) -> None:
-        """Waits until all results are acknowledged; logs the others."""
+        """Logs results that are not acknowledged in time."""
         try:
             async with asyncio.timeout(deadline_s):
                 while not self._outbox.is_empty:

@@ -182,7 +182,7 @@ class WorkerProcess:
         return self.ready.done() and not self.gone.is_set() and not self.ended_by and not self._asked_to_stop
 
     def hold(self) -> Hold | None:
-        """The code that blocks its event loop now, by its own report."""
+        """By its own report."""
         if self._held is None:
             return None
         hold, said_s = self._held
