@@ -35,7 +35,7 @@ class Sleeper:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def sleep(self) -> bool:
-        """Falls asleep unless there is work; returns whether the engine sleeps. Raises MeshError ENGINE_FAILED."""
+        """Returns whether the engine sleeps. Raises MeshError ENGINE_FAILED."""
         return await self._to_its_end(self._sleep())
 
     async def wake(self) -> None:

@@ -1,12 +1,10 @@
 """Downloads the missing chunks of a version over as many connections as make it faster, and resumes where one broke.
 
-Used by agents and relays. Each connection asks for the next bytes that no other has asked for (`versions.ranges`), so
-only bytes under way on a broken one are sent twice. A download has no deadline: it ends when nothing came for
-`stall_s`.
+Each connection asks for the next bytes that no other has asked for (`versions.ranges`), so only bytes under way on a
+broken one are sent twice. A download has no deadline: it ends when nothing came for `stall_s`.
 
-Connections stay open for the next version. After much came from far away, new ones take their place: every lost packet
-halves a TCP connection's window, which then grows slowly, while a new connection doubles its window with every round
-trip until it loses its first packet.
+Connections stay open for the next version. After much came from far away, new ones take their place, since lost packets
+have shrunk the windows of the old ones.
 """
 
 from __future__ import annotations

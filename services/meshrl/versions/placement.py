@@ -116,7 +116,6 @@ def _move(tensor: str, parameter: str, from_offset: int, to_offset: int, steps: 
 
 
 def _joined_moves(moves: Sequence[Move]) -> list[Move]:
-    """Joins parts at even distances, as a layer's experts are."""
     series: list[tuple[Move, int, int, int]] = []  # the first, how many, and the distances between them
     for move in moves:
         if series:

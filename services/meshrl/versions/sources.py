@@ -1,7 +1,7 @@
 """From whom a host fetches versions (relays first, the hub last), and over how many connections.
 
-Used by `versions.downloads` and `versions.uploads`. On a link that loses packets a single TCP connection reaches a few
-Mb/s at any capacity, so the number of connections is doubled as long as that is faster.
+On a link that loses packets a single TCP connection reaches a few Mb/s at any capacity, so the number of connections is
+doubled as long as that is faster.
 """
 
 from __future__ import annotations

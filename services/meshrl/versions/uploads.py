@@ -1,7 +1,6 @@
-"""Uploads the chunks of a version to the hub and resumes a broken upload; `downloads` is the other direction.
+"""Uploads the chunks of a version to the hub and resumes a broken upload.
 
-A far hub is sent the missing chunks over several connections. An upload has no deadline: it ends when no call made
-progress for a while. Every chunk has a CRC32C of its own.
+An upload has no deadline: it ends when no call made progress for a while. Every chunk has a CRC32C of its own.
 """
 
 from __future__ import annotations
@@ -182,7 +181,6 @@ class Uploader:
         return await self._client.create_version(manifest)
 
     async def _count(self, num_chunks: int) -> int:
-        """The number of connections for so many chunks: on a link that loses packets each makes little alone."""
         most = min(self._limits.connections, num_chunks)
         if most > 1 and math.isinf(self._hub.answers_in_s):
             await self._client.epoch()  # opens the connection

@@ -1,7 +1,7 @@
 """Serves uploads into the store and fetches out of it, for hubs and relays. A fetch may follow an upload under way.
 
-The other ends are `versions.uploads` and `versions.downloads`. A fetch that waits for bytes sends an empty chunk now
-and then, so that its caller can distinguish this from a broken link.
+A fetch that waits for bytes sends an empty chunk now and then, so that its caller can distinguish this from a broken
+link.
 """
 
 from __future__ import annotations

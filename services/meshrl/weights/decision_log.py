@@ -1,7 +1,7 @@
 """The hub's decision log: a SQLite file with a row for the run, one for each version and one for each group of engines.
 
-`select version, state from versions` reads it while no hub is at work. Each row has a digest of its content and key
-(`seal`), and the run's row one of all others' as well, so that a damaged, lost or older row is an error.
+Each row has a digest of its content and key (`seal`), and the run's row one of all others' as well, so that a damaged,
+lost or older row is an error.
 
 `NAME-lock` beside it is locked by the hub at work and holds the number of the last write: SQLite takes damage at the
 end of its WAL for a torn write, which would undo decisions in silence.

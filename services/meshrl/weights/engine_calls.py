@@ -1,6 +1,6 @@
 """Asks engines that run already to take their versions from this hub: POST /follow_hub at each of `weights.engines`.
 
-An engine that follows registers like any other, and is called again only once its lease is over.
+An engine is called again only once its lease is over.
 """
 
 from __future__ import annotations

@@ -320,7 +320,7 @@ class Hub:
         return "; ".join(name + refusals.get(name, "") for name in self._without(record))
 
     async def sleep_engines(self, engine_pool: str, deadline_s: float) -> SleepOutcome:
-        """Has engines sleep until there is work; waits for their answers, at most `deadline_s`."""
+        """As `Coordinator.sleep`; waits for the engines' answers, at most `deadline_s`."""
         began_s = self._now()
         asked, actions = self.coordinator.sleep(engine_pool)
         with suppress(TimeoutError):
@@ -421,10 +421,7 @@ class Hub:
         return FoundVersion(manifest=manifest, artifact_id=artifact_id, steps=steps)
 
     def fetch(self, artifact_id: str, ranges: Sequence[tuple[int, int]], chunk_bytes: int) -> AsyncIterator[bytes]:
-        """Byte ranges (offset, length) of a version, in framed chunks.
-
-        Raises as `ByteServer.feed`; VERSION_NOT_SEALED if none come.
-        """
+        """As `ByteServer.feed`. Raises also VERSION_NOT_SEALED if no bytes come."""
         record = self._record(artifact_id)
         if record is not None and record.state is VersionState.STAGING and not record.arriving:
             raise MeshError(Reason.VERSION_NOT_SEALED, f"version {record.version} is still being staged")

@@ -113,7 +113,7 @@ async def serve(config: WeightsConfig, stop: asyncio.Event, tracer: trace.Tracer
 
 
 async def serve_relay(config: WeightsConfig, upstream: str, stop: asyncio.Event, tracer: trace.Tracer) -> int:
-    """Runs a relay of the hub at `upstream` until `stop` is set. Returns the exit code."""
+    """As `serve`, for a relay of the hub at `upstream`."""
     limits = LinkLimits(connections=config.connections, mbps=config.max_mbps, stall_s=config.stall_s)
     async with WeightSyncClient(upstream) as client:
         relay = Relay(

@@ -1,7 +1,7 @@
 """A relay: fetches each artifact from the hub once for all engines of a site, and serves chunks on as they arrive.
 
-A chunk is served once it is complete and has the digest of the manifest. A relay decides nothing: agents register,
-report and take commands at the hub itself, so a relay may be lost at any moment.
+A chunk is served once it is complete and has the digest of the manifest. A relay decides nothing, so it may be lost at
+any moment.
 """
 
 from __future__ import annotations
@@ -65,10 +65,8 @@ class Relay:
     async def fetch(
         self, artifact_id: str, ranges: Sequence[tuple[int, int]], chunk_bytes: int
     ) -> AsyncIterator[bytes]:
-        """Yields byte ranges (offset, length) of an artifact of the hub in framed chunks, as they come.
-
-        Raises as the hub's Fetch; UNREACHABLE while the hub is away and the bytes are not here.
-        """
+        """As `ByteServer.feed`, of an artifact of the hub. Raises as the hub's Fetch; UNREACHABLE while the hub is away
+        and the bytes are not here."""
         self._fetches[artifact_id] += 1
         try:
             held = self._store.artifacts.get(artifact_id)

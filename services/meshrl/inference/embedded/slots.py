@@ -1,4 +1,4 @@
-"""Decides which request has which slot and what each step computes; called by the step thread.
+"""Decides which request has which slot and what each step computes.
 
 Pure logic over arrays. Slots [0, decoding) decode, [decoding, occupied) are being prefilled, the rest is free; rows
 move to keep this order, which makes a step's cache reads one contiguous block. All prompt tokens but the last are

@@ -1,7 +1,4 @@
-"""The HTTP server of an engine: routes for tokens, for text, for health and for administration.
-
-Called by the rollout service, which sends token ids, and by any OpenAI client.
-"""
+"""The HTTP server of an engine: routes for tokens, for text, for health and for administration."""
 
 from __future__ import annotations
 

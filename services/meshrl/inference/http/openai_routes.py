@@ -45,7 +45,6 @@ class _Choice:
     said: list[str] = field(default_factory=list)
 
     def add(self, chunk: TokenChunk) -> str:
-        """Returns the text that the chunk adds."""
         token_ids = chunk.token_ids.tolist()
         if chunk.stop_token_id is not None:
             token_ids = token_ids[:-1]
@@ -218,7 +217,7 @@ class _Answer:
         return fields
 
     def _stop_reason(self, piece: _Piece) -> int | str | None:
-        """As vLLM has it: the stop string or stop token of the request, None for the model's own."""
+        """As vLLM has it: None for the model's own stop token."""
         if piece.choice.text.stopped:
             return piece.choice.text.stopped_by
         return piece.tokens.stop_token_id if piece.tokens.stop_token_id in self._body.stop_token_ids else None
@@ -267,7 +266,7 @@ class _Answer:
         return [{**entry(*token), "top_logprobs": [entry(*top) for top in tops]} for *token, tops in sampled]
 
     def _plain_logprobs(self, piece: _Piece) -> dict[str, object]:
-        """The offsets are those of the text; parts of one character begin at the same place."""
+        """Parts of one character begin at the same place of the text."""
         tokens, choice = piece.tokens, piece.choice
         token_ids, logprobs = tokens.token_ids.tolist(), [said(each) for each in tokens.logprobs.tolist()]
         names = [self._name(token_id) for token_id in token_ids]

@@ -1,7 +1,6 @@
 """The trace of each completion: a span with its waiting, prefill and decoding times, its tokens and versions.
 
-Attributes follow OpenTelemetry's conventions for generative AI; others begin with `meshrl.`. The ids of the hub's span
-of a version follow from the version and its root hash: see `meshrl.wire.trace.sync_context`.
+Attributes follow OpenTelemetry's conventions for generative AI; others begin with `meshrl.`.
 """
 
 from __future__ import annotations

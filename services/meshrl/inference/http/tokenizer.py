@@ -1,7 +1,4 @@
-"""Text in and out of token ids for the OpenAI routes: prompts through the chat template, completions piece by piece.
-
-Prompts are bounded before they are tokenized, in bytes and in time (see `tokenizer_pool`).
-"""
+"""Text in and out of token ids for the OpenAI routes: prompts through the chat template, completions piece by piece."""
 
 from __future__ import annotations
 

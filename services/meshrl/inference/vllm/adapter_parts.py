@@ -159,9 +159,8 @@ def part_of(name: str) -> str:
 
 @contextmanager
 def _on_one_thread() -> Iterator[None]:
-    """Torch's threads wait for each other after every small matrix, and a host whose cores serve requests lets some of
-    them wait: of the parts of a 4B model one in a hundred took 57 ms or more on the 16 cores of an H100's host, on one
-    thread 2.6."""
+    """Torch's threads wait for each other after every small matrix: of the parts of a 4B model one in a hundred took 57
+    ms or more on the 16 cores of an H100's host, on one thread 2.6."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

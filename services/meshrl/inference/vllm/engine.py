@@ -73,7 +73,7 @@ class VllmEngine(Engine):
         self, llm: AsyncLLM, *, layout: Layout, vocab_size: int, eos_token_ids: tuple[int, ...], max_queue: int,
         store: AdapterStore | None, version: int | None, routed: RoutedLayers | None = None,
     ) -> None:  # fmt: skip
-        """Takes over `llm`. `version` names its weights; None refuses requests until one is applied."""
+        """Takes over `llm`; `version` as of `EmbeddedEngine`."""
         config = llm.vllm_config
         parallel = config.parallel_config
         self._copies = parallel.data_parallel_size

@@ -64,7 +64,6 @@ class GpuWorker(WeightsExtension, Worker):  # type: ignore[misc]  # vLLM has no 
         return room
 
     def compile_or_warm_up_model(self) -> Any:
-        """Compiles what is left and captures CUDA graphs."""
         with self._meshrl_phase("graphs"):
             return super().compile_or_warm_up_model()
 

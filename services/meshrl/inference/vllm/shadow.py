@@ -187,7 +187,7 @@ def weight_bytes(live: nn.Module) -> int:
 def bytes_to_come(shadow: WorkerShadow, live: nn.Module) -> int:
     """Memory of the device that versions will take beyond the shadow: two portions on their way.
 
-    A portion is at least one whole tensor. A shadow that loads in place keeps all of them on the device.
+    A shadow that loads in place keeps all of them on the device.
     """
     on_device = isinstance(shadow, CheckpointShadow) and shadow.kept_on.type == "cuda"
     largest = max((parameter.numel() * parameter.element_size() for parameter in live.parameters()), default=0)

@@ -157,8 +157,7 @@ class WeightsExtension:
         self._meshrl_start(work, f"receiving version {manifest.version}")
 
     def meshrl_patch(self, version: int, manifest_json: bytes, delta: str, onto_staged: bool) -> None:
-        """Starts to make the shadow of a delta's result: from the live weights or, `onto_staged`, from its own
-        content."""
+        """Starts the work of `Engine.patch`."""
         manifest, shadow = from_json(manifest_json), self._meshrl_ready_shadow()
 
         def work() -> None:
@@ -244,10 +243,7 @@ class WeightsExtension:
             receiver.close()
 
     def _meshrl_begin(self, shadow: WorkerShadow) -> Callable[[Named], None]:
-        """The result takes the tensors of a version in full.
-
-        vLLM loads the first version, which shows where weights lie: later ones are copied there.
-        """
+        """vLLM loads the first version in full, which shows where weights lie: later ones are copied there."""
         placement, tracer = self._meshrl_placement, None
         if isinstance(shadow, ParameterShadow):
             if placement is not None and self._meshrl_loaded is shadow:

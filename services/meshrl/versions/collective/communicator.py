@@ -310,7 +310,7 @@ def _process_group(store: Store, rank: int, size: int, backend: str, device: tor
 
 @contextlib.contextmanager
 def _environment(settings: Mapping[str, str]) -> Iterator[None]:
-    """Sets variables of this process for a moment: groups made elsewhere keep theirs."""
+    """Groups made elsewhere keep their variables."""
     with _ENVIRONMENT:
         before = {name: os.environ.get(name) for name in settings}
         os.environ.update(settings)

@@ -1,7 +1,4 @@
-"""A rank's rows of the version published last, the base of the next delta, and what changed in them since.
-
-The base stays on the GPU where it is small beside the GPU's memory, else in host memory.
-"""
+"""A rank's rows of the version published last, the base of the next delta, and what changed in them since."""
 
 from __future__ import annotations
 

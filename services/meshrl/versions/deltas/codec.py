@@ -2,8 +2,7 @@
 
 docs/contract.md defines the bytes. A piece covers a run of elements of one width in the version's byte stream. For each
 element that changes it has a gap (elements skipped since the last change) and a step (see `words`), as a rule one byte
-each, in two zstd frames. Where few elements change, the low byte of each gap, which is as good as random, goes beside
-the frames. Blocking, and free of torch, which the hub does not need.
+each, in two zstd frames. Blocking, and free of torch, which the hub does not need.
 """
 
 from __future__ import annotations

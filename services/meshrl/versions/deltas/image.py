@@ -1,9 +1,8 @@
 """A full copy of the weights in host memory, from which an agent stages versions that come as deltas.
 
-A delta is written into the image only after its result was found to have the root of the manifest, which follows from
-the changed words alone. Between two deltas each tensor is guarded by a BLAKE3 hash, which is computed while the version
-is staged and checked while the next delta is decoded: a bit that flips in memory never reaches the engine. Blocking,
-for any thread; calls are carried out one after the other.
+Between two deltas each tensor is guarded by a BLAKE3 hash, which is computed while the version is staged and checked
+while the next delta is decoded: a bit that flips in memory never reaches the engine. Blocking, for any thread; calls
+are carried out one after the other.
 """
 
 from __future__ import annotations

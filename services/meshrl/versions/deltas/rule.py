@@ -1,7 +1,6 @@
 """Decides on rank 0 which versions leave the trainer as deltas, and from which version each delta is made.
 
-A version goes in full when there is no earlier one, when its delta would not be much smaller, every so often as an
-anchor for engines that join, and when the hub has refused the delta.
+docs/weight-versions.md lists the versions that go in full.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ that the hub forms. A delta is broadcast where that pays and every engine of the
 the tensors are broadcast in full, or scattered (see `collective.scatter`) where that pays and every rank of the engines
 has learned from a first version what it holds; then the group meets anew.
 
-Engines that miss a version are in the group of the next one. Where none comes, they pull: the ranks send their rows to
-rank 0, which brings the hub a copy in chunks. That takes a version's size of its memory and of the hub's disk, so it is
-done only while an engine lacks the version.
+Engines that miss a version are in the group of the next one. Where none comes, the ranks send their rows to rank 0,
+which brings the hub a copy in chunks. The copy takes a version's size of its memory and of the hub's disk, so it is
+made only while an engine lacks the version.
 """
 
 from __future__ import annotations
@@ -453,7 +453,7 @@ class BroadcastTransport:
         return scatter_offers(store, self._plan, num_receivers) is not None
 
     def _absent(self, opened: OpenedGroup) -> set[str]:
-        """Engines of which a rank did not come to sender 0, which all meet first."""
+        """All ranks meet sender 0 first."""
         store = PrefixStore(f"g{opened.generation}/s0", self._store)
         return {
             member.engine_id

@@ -1,7 +1,7 @@
 """The filesystem transport: a version's bytes are in files that the hub and the engines can read.
 
 Rank 0 creates the files; each sender rank writes its rows into them and hashes a share of the whole. Rank 0 renames
-them and writes the manifest last. Once they are staged, the hub deletes them when no version needs them.
+them and writes the manifest last.
 
 A large version is cut into several files at the borders of tensors, since a file system lets one writer at a time into
 a file. Digests are those of the page cache.

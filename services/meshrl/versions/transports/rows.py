@@ -1,7 +1,7 @@
 """What the transports through the host share: each rank's rows of a version, and versions that leave as deltas.
 
 Where all ranks are on one host, each contributes its own rows, and pieces of a delta go to rank 0 through files in
-shared memory. Else rank 0 has gathered all weights, and its share is the only one. Deltas go through the hub.
+shared memory. Else rank 0 has gathered all weights, and its share is the only one.
 """
 
 from __future__ import annotations

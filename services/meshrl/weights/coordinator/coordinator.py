@@ -61,7 +61,6 @@ class Coordinator:
 
     @property
     def live(self) -> list[VersionRecord]:
-        """The versions of all runs that are neither retired nor aborted."""
         return [record for line in self.lines.values() for record in line.records.live]
 
     def line(self, run_id: str) -> RunLine:
@@ -134,17 +133,14 @@ class Coordinator:
         return record, actions
 
     def arrives(self, record: VersionRecord, now_s: float) -> list[Action]:
-        """See `RunLine.arrives`."""
         line = self.lines.get(record.key.run_id)
         return [] if line is None else line.arrives(record, now_s)
 
     def seal(self, key: Key, traceparent: str, now_s: float, wall_s: float) -> list[Action]:
-        """See `RunLine.seal`."""
         self._log.wall_offset_s = wall_s - now_s
         return self.line(key.run_id).seal(key, traceparent, now_s)
 
     def copied(self, record: VersionRecord, now_s: float) -> list[Action]:
-        """See `RunLine.copied`."""
         line = self.lines.get(record.key.run_id)
         return [] if line is None else line.copied(record, now_s)
 
@@ -202,7 +198,6 @@ class Coordinator:
     # --- the orchestrator ---------------------------------------------------------------------
 
     def decided(self, key: Key, now_s: float) -> list[Action]:
-        """See `RunLine.decided`."""
         line = self.lines.get(key.run_id)
         return [] if line is None else line.decided(key, now_s)  # without a line it was closed meanwhile
 

@@ -2,7 +2,7 @@
 
 The hub picks the engines and numbers their ranks; engines report the group's generation once they are in. A group
 carries versions of its publisher's epoch, from `first_version` on: an engine that waited for an older version would
-mistake the bytes of the next one for it. Engines that missed a broadcast pull the copy that the publisher brings.
+mistake the bytes of the next one for it.
 """
 
 from __future__ import annotations

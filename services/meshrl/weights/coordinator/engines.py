@@ -17,7 +17,6 @@ class EnginePool:
         self.engines: dict[str, EngineRecord] = {}
 
     def register(self, registration: AgentRegistration, lease_id: str, now_s: float) -> list[Action]:
-        """Gives an engine a lease; its earlier one ends."""
         before = self.engines.get(registration.engine_id)
         if before is not None:
             before.connected = False  # a round of sleep waits for no answer on that session

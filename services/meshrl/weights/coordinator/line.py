@@ -649,7 +649,7 @@ def wanted_command(
 
 
 def _comes_again(record: VersionRecord) -> bool:
-    """Whether an engine that refused a version can fetch it once more; a broadcast is sent once."""
+    """A broadcast is sent once."""
     return record.transport is not Transport.NCCL or record.copied
 
 
@@ -665,6 +665,6 @@ def _named(record: VersionRecord) -> dict[str, Any]:
 
 
 def _holds(engine: EngineLine, record: VersionRecord) -> bool:
-    """Whether an engine has applied a version and stays paused. `held` may also name an engine that restarted."""
+    """It stays paused; `held` may also name an engine that restarted."""
     applied = engine.engine_id in record.held or engine.state is AgentState.APPLYING
     return applied and engine.serves(record)

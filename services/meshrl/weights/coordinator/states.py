@@ -164,7 +164,7 @@ class EngineLine:
         return self.engine.engine_id
 
     def try_again(self, key: Key) -> None:
-        """Forgets that the engine failed to prepare or apply a version, to ask it once more."""
+        """Forgets that the engine failed with a version."""
         self.faulted.discard(key)
         self.sent = None
 
@@ -236,7 +236,7 @@ class VersionRecords(Mapping[Key, VersionRecord]):
             self._live[record.key] = record
 
     def move(self, record: VersionRecord, state: VersionState) -> None:
-        """Changes a version's state. Raises AssertionError for a move that is not in TRANSITIONS."""
+        """Raises AssertionError for a move that is not in TRANSITIONS."""
         if state not in TRANSITIONS[record.state]:
             raise AssertionError(f"version {record.key} cannot go from {record.state.value} to {state.value}")
         record.state = state
