@@ -15,6 +15,7 @@ from made_run import add_ledger, add_step, add_version, make_run, rollout
 from meshrl.cli.report import report_page
 from meshrl.cli.run_folder import RunFolder
 from meshrl.cli.ui.server import Page
+from polling import until
 
 pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="a real browser: needs Chromium on PATH"),
@@ -43,12 +44,9 @@ def run_path(tmp_path: Path) -> Path:
 @pytest.fixture
 async def page(run_path: Path) -> AsyncIterator[tuple[Tab, str]]:
     app: web.Application = Page([RunFolder(run_path)] * 2).application(hosts=None, token=None)
-    server = TestServer(app)
-    await server.start_server()
-    async with browser_tab() as tab:
+    async with TestServer(app) as server, browser_tab() as tab:
         yield tab, str(server.make_url("/"))
         assert tab.errors == []
-    await server.close()
 
 
 VIEWS = {
@@ -117,6 +115,10 @@ async def test_a_chart_zooms_shows_values_and_opens_the_step_of_a_point(page: tu
     await tab.until("document.querySelector('.u-legend').innerText.match(/reward.all.mean\\s*0\\.\\d/)")
     await tab.drag(".u-over", 0.5, 0.5)
     await tab.until("location.hash.startsWith('#/0/timeline?step=')")
+    await tab.until(f"{TEXT}.includes('no trace of step')")
+    await until(lambda: bool(tab.errors))
+    assert all("404" in error for error in tab.errors)  # of the browser, for the answer that the page has shown
+    tab.errors.clear()
 
 
 async def test_an_engine_missed_no_version_from_before_it_came_or_after_another_took_its_place(
