@@ -173,3 +173,29 @@ async def test_a_delta_is_used_while_the_rest_of_it_comes_and_let_go_where_it_do
             assert len(await asyncio.wait_for(fetch(), 60.0)) == manifest.payload_bytes
     finally:
         await downloader.close()
+
+
+async def test_a_call_whose_connection_is_closed_for_another_call_s_failure_is_made_again(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await mesh.publisher(Transport.STREAM).publish(0, make_state(1))
+    client, fetch = mesh.client(), WeightSyncClient.fetch
+    manifest, artifact_id = await client.get_manifest(version=0)
+    downloader = Downloader(client, LinkLimits())
+    connections, source = downloader.connections, downloader.sources.choose(0.0)
+    dropped = connections._clients[source.address, 0] = connections._open(source)
+
+    async def cut(over: WeightSyncClient, *asked: Any, **more: Any) -> Any:
+        async for piece in fetch(over, *asked, **more):
+            yield piece
+            if over is dropped and connections._clients.pop((source.address, 0), None) is not None:
+                await over.close()
+
+    monkeypatch.setattr(WeightSyncClient, "fetch", cut)
+    held = VersionBytes(manifest, memory=np.zeros(manifest.payload_bytes, dtype=np.uint8))
+    try:
+        await asyncio.wait_for(downloader.pull(held, artifact_id), 60.0)
+    finally:
+        await downloader.close()
+    assert not held.missing
+    assert connections._clients[source.address, 0] is not dropped
