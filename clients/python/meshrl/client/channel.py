@@ -156,7 +156,7 @@ class ServiceClient:
             raise MeshError(Reason.UNREACHABLE, text) from error
 
     async def why_not_serving(self, deadline_s: float) -> str:
-        """ "" if the server's health is SERVING. Raises NOT_SUPPORTED without a health service."""
+        """Empty if the server's health is SERVING, else its answer. Raises NOT_SUPPORTED without a health service."""
         stub = health_pb2_grpc.HealthStub(self._channel)
         try:
             reply = await stub.Check(health_pb2.HealthCheckRequest(service=self.service), timeout=deadline_s)

@@ -24,7 +24,7 @@ class Fault(enum.Enum):
 
 @dataclass(frozen=True)
 class Culprit:
-    """ "" is an unknown environment, NO_ROLLOUT an unknown rollout."""
+    """An empty name is an unknown environment, NO_ROLLOUT an unknown rollout."""
 
     environment: str = ""
     rollout: str = NO_ROLLOUT

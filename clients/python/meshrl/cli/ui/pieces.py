@@ -24,7 +24,7 @@ class TokenPieces:
         self._pieces: dict[int, str] | None = None
 
     def of(self, token_ids: Sequence[int]) -> list[str] | None:
-        """ "" for an unknown token. None without a vocabulary."""
+        """Empty for an unknown token. None without a vocabulary."""
         if self._pieces is None:
             self._pieces = _read(self._folder)
         return [self._pieces.get(token, "") for token in token_ids] if self._pieces else None
