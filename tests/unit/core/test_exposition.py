@@ -72,6 +72,9 @@ def test_the_page_of_metrics_is_that_of_the_catalogue() -> None:
 
 def test_a_program_offers_its_waits_where_its_target_file_says(tmp_path: Path) -> None:
     target = tmp_path / "metrics_targets" / "trainer.json"
+    target.parent.mkdir()
+    target.write_text("[]")
+    before = target.open()  # Prometheus is told of each change, and reads at once
 
     def scraped() -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
         (named,) = json.loads(target.read_text())
@@ -93,4 +96,6 @@ def test_a_program_offers_its_waits_where_its_target_file_says(tmp_path: Path) -
         return 0
 
     assert run(main) == 0
+    with before:
+        assert before.read() == "[]", "nobody reads a file that is half written"
     assert not target.exists(), "nobody is to scrape a program that has ended"

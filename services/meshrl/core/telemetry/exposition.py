@@ -21,6 +21,7 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 from meshrl.core.config.shared import LogConfig
+from meshrl.core.durable import write_file
 from meshrl.core.metrics.names import CATALOGUE
 from meshrl.core.telemetry.monitor import Sink
 from meshrl.core.telemetry.waits import Waits
@@ -139,7 +140,7 @@ def _served(
     path = output_dir / TARGETS / f"{program}.json"
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps([{"targets": [target], "labels": {"program": program}}]))
+        write_file(path, json.dumps([{"targets": [target], "labels": {"program": program}}]))
     try:
         yield
     finally:
