@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import sqlite3
 import time
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +30,7 @@ from meshrl.cli.status import RunStatus, ServiceRow, status_schema
 from meshrl.client.authority import Authority
 from meshrl.client.trust import Role
 from meshrl.orchestrator.ledger.rows import SCHEMA
+from meshrl.wire.errors import FieldViolation, invalid
 from meshrl.wire.program_state import ProgramState, WaitState
 from meshrl.wire.types import AgentState
 
@@ -248,6 +251,23 @@ def test_the_wait_for_the_rollouts_of_a_step_is_no_part_of_its_time(tmp_path: Pa
     assert re.search(
         r"step 6 ended \S+ ago, 5.5s after the one before; its rollouts were waited for 6.2s; reward", shown
     )
+
+
+def test_logs_are_in_the_order_of_time_over_midnight(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    midnight = datetime(2026, 11, 27).timestamp()
+    for name, times, last in (
+        ("trainer", ("12:00:00.000", "23:59:59.000", "00:00:02.000"), midnight + 2),
+        ("weights", ("23:59:58.000",), midnight - 2),
+        ("rollout", ("23:00:00.000", "00:00:01.000"), midnight + 1),
+    ):
+        log = tmp_path / "logs" / f"{name}.log"
+        log.write_text("".join(f"{time} INFO    {name} works\n" for time in times))
+        os.utime(log, (last, last))
+    shown = [line.split()[1] for line in meshrl("logs", "-o", str(tmp_path)).output.splitlines()]
+    assert shown == [
+        "12:00:00.000", "23:00:00.000", "23:59:58.000", "23:59:59.000", "00:00:01.000", "00:00:02.000",
+    ]  # fmt: skip
 
 
 def test_a_call_names_the_methods_that_there_are() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import heapq
 import json
+import os
 import time
 from collections import deque
+from datetime import datetime, timedelta
 from os import SEEK_END
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from meshrl.cli.run_folder import RunFolder
 from meshrl.wire.growing_file import GrowingFile
 
 FOLLOW_S = 0.5
+HALF_A_DAY_H = 12
 TAIL_BYTES = 2**20  # of each log, in which its last lines are looked for
 
 
@@ -71,13 +74,20 @@ def _stamped(name: str, path: Path, number: int) -> tuple[list[tuple[str, str, s
             size = file.seek(0, SEEK_END)
             begin = file.seek(max(0, size - TAIL_BYTES))
             kept = deque(file.read(size - begin).decode(errors="replace").splitlines(), maxlen=number)
+            written = datetime.fromtimestamp(os.fstat(file.fileno()).st_mtime)
     except FileNotFoundError:
         return [], 0
-    stamped, stamp = [], ""
+    times, stamp = [], ""
     for line in kept:
         stamp = _time_of(line) or stamp
-        stamped.append((stamp, name, line))
-    return stamped, size
+        times.append(stamp)
+    stamped, day, hour = [], written.date(), written.hour
+    for line, stamp in zip(reversed(kept), reversed(times), strict=True):  # lines have no date, the file's last has
+        if stamp and int(stamp[:2]) - hour > HALF_A_DAY_H:
+            day -= timedelta(days=1)
+        hour = int(stamp[:2]) if stamp else hour
+        stamped.append((f"{day} {stamp}", name, line))
+    return stamped[::-1], size
 
 
 def _time_of(line: str) -> str:
