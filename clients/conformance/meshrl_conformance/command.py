@@ -10,7 +10,7 @@ from typing import NoReturn
 import click
 import grpc
 
-from meshrl.cli.command import CliError, folder_option, json_option, options_for, print_json, print_table
+from meshrl.cli.command import CliError, HostPort, folder_option, json_option, options_for, print_json, print_table
 from meshrl.cli.run_folder import RunFolder
 from meshrl.client.credentials import INSECURE, Credentials, default_credentials
 from meshrl_conformance import every_service, publishing, rollout, trainer, weights
@@ -102,7 +102,8 @@ def _cannot_reach(why: str) -> NoReturn:
 
 @click.command(name="conformance")
 @folder_option
-@click.option("--address", required=True, metavar="HOST:PORT", help="The server; of exchange, where to listen.")
+@click.option("--address", type=HostPort(), required=True, metavar="HOST:PORT",
+              help="The server; of exchange, where to listen.")  # fmt: skip
 @click.option("--service", required=True, type=click.Choice((*EVERY, EXCHANGE)),
               help="Which service of the contract it is; exchange: a rollout worker that dials in.")  # fmt: skip
 @click.option("--full", is_flag=True, help="Also what changes the server: for one that is started for this alone.")

@@ -237,9 +237,10 @@ def test_a_server_with_a_certificate_that_is_called_without_one_is_explained(tmp
 
 
 def test_an_address_without_a_port_is_not_called_at_another() -> None:
-    result = meshrl("run", "list", "--address", "127.0.0.1:")
-    assert result.exit_code != 0
-    assert "--address: expected HOST:PORT with a port from 1 to 65535" in result.output
+    for command in (("run", "list"), ("doctor",), ("conformance", "--service", "rollout")):
+        result = meshrl(*command, "--address", "127.0.0.1:")
+        assert result.exit_code == 2
+        assert "'--address': expected HOST:PORT with a port from 1 to 65535" in result.output
 
 
 def test_the_wait_for_the_rollouts_of_a_step_is_no_part_of_its_time(tmp_path: Path) -> None:
@@ -280,6 +281,44 @@ def test_a_call_names_the_methods_that_there_are() -> None:
         'not a GetTrainerRequest: Message type "meshrl.v1.GetTrainerRequest" has no field named "epoch"'
         in result.output
     )
+
+
+def test_a_refused_request_is_shown_with_its_fields(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(*arguments: object, **more: object) -> None:
+        raise invalid([FieldViolation("spec.learning_rate", "must be finite")], "CreateRunRequest")
+
+    monkeypatch.setattr("meshrl.client.trainer.TrainerClient.create_run", refuse)
+    result = meshrl("run", "create", "x", "--lr", "inf", "--address", "127.0.0.1:1")
+    assert result.exit_code == 1
+    assert result.output == (
+        "Error: INVALID_REQUEST: 1 field is wrong in CreateRunRequest; spec.learning_rate: must be finite\n"
+    )
+
+
+def test_a_server_without_tls_that_is_called_with_a_certificate_is_explained(tmp_path: Path) -> None:
+    Authority.create(tmp_path / "credentials", "run")
+    server = grpc.server(ThreadPoolExecutor())
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    result = meshrl("weights", "engines", "--address", f"127.0.0.1:{port}", "-o", str(tmp_path))
+    server.stop(None).wait()
+    assert result.exit_code == 1
+    assert "; the server uses no TLS, and the credentials of this call are certificates" in result.output
+
+
+def test_rollouts_of_no_environment_or_state_are_refused(tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as ledger, ledger:
+        ledger.executescript(SCHEMA)
+        row = "INSERT INTO rollouts VALUES ('g/0', 1, 'g', 'echo', 0, 3, 'finished', '5eed', 2, 3, '', 0, '')"
+        ledger.execute(row)
+    tail = ("rollouts", "tail", "-o", str(tmp_path))
+    assert "5eed" in meshrl(*tail, "--state", "ready", "--env", "echo").output
+    assert meshrl(*tail, "--state", "failed", "--env", "echo").exit_code == 0
+    assert "'done' is not one of 'in_flight', 'ready', 'batched'" in meshrl(*tail, "--state", "done").output
+    mistyped = meshrl(*tail, "--env", "ecko")
+    assert mistyped.exit_code == 1
+    assert "no rollouts of 'ecko' in" in mistyped.output
+    assert "there are some of echo" in mistyped.output
 
 
 def test_a_step_is_a_tree_in_the_order_of_time(traced: Path) -> None:

@@ -27,6 +27,19 @@ def test_a_folder_that_rl_did_not_make_and_a_run_that_goes_on_are_refused(tmp_pa
         assert "goes on: it and another would share its devices; end it first" in refusal(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--vary", "a=b"), "--vary is of --drift"),
+        (("--drift", "--vary", "a"), "--vary must be KEY=VALUE"),
+    ],
+)
+def test_a_change_that_is_none_is_refused(tmp_path: Path, flags: tuple[str, ...], words: str) -> None:
+    done = CliRunner().invoke(main, ["doctor", "-o", str(tmp_path), *flags])
+    assert done.exit_code == 2
+    assert words in done.output
+
+
 def test_the_noise_floor_is_over_all_steps(tmp_path: Path) -> None:
     names = ("mismatch_abs/all/mean", "mismatch_abs/all/max", "mismatch_kl/all/mean")
     lines = [{"step": step, **dict.fromkeys(names, step * 1e-3)} for step in (1, 2, 3)]

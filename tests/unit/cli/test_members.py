@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import re
 import stat
@@ -15,6 +16,8 @@ from meshrl.cli.run_folder import RunFolder
 from meshrl.client.authority import Authority
 from meshrl.client.credentials import FileCredentials
 from meshrl.client.trust import Role
+
+HASH = f"sha256:{'0' * 64}"
 
 
 def meshrl(*arguments: str) -> Result:
@@ -97,8 +100,33 @@ def test_a_variable_that_names_no_file_is_said_in_one_line(tmp_path: Path, monke
     assert "cannot be read; give the path of a file that is there" in answer.output
 
 
+def test_an_authority_is_not_made_for_programs_that_run_without_it(tmp_path: Path) -> None:
+    (tmp_path / "rl.lock").touch()
+    with (tmp_path / "rl.lock").open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        answer = meshrl("run", "init", "-o", str(tmp_path))
+    assert answer.exit_code == 1
+    assert "goes on, and its programs take certificates at their start alone: end it first" in answer.output
+    assert not (tmp_path / "credentials").exists()
+
+
+@pytest.mark.parametrize(
+    ("address", "ca_hash", "words"),
+    [
+        ("127.0.0.1", HASH, "expected HOST:PORT with a port from 1 to 65535"),
+        ("127.0.0.1:1", "sha256:0", "--ca-hash: expected sha256: and 64 hexadecimal digits, got 'sha256:0'"),
+    ],
+)
+def test_joining_with_what_cannot_be_is_refused_before_anybody_is_called(
+    tmp_path: Path, address: str, ca_hash: str, words: str
+) -> None:
+    answer = meshrl("join", address, "--token", "a.b", "--ca-hash", ca_hash, "--folder", str(tmp_path / "c"))
+    assert answer.exit_code == 2
+    assert words in answer.output
+
+
 def test_joining_nobody_is_said_with_what_to_name(tmp_path: Path) -> None:
-    answer = meshrl("join", "127.0.0.1:1", "--token", "a.b", "--ca-hash", "sha256:0", "--folder", str(tmp_path / "c"))
+    answer = meshrl("join", "127.0.0.1:1", "--token", "a.b", "--ca-hash", HASH, "--folder", str(tmp_path / "c"))
     assert answer.exit_code == 1
     assert "no TLS server answers at 127.0.0.1:1" in answer.output
     assert "name the hub's enrollment port" in answer.output

@@ -35,6 +35,11 @@ CLOSED_REMEDY = (
     " in MESHRL_TLS_FOLDER; else see its log"
 )
 """For a server that closes the connection before any answer."""
+PLAIN_REMEDY = (
+    "the server uses no TLS, and the credentials of this call are certificates: correct --address, name its own run's"
+    " folder with -o, or unset MESHRL_TLS_ variables"
+)
+"""For a TLS handshake that is answered in plain text."""
 
 
 class CliError(click.ClickException):
@@ -52,6 +57,16 @@ class UsageLineError(click.ClickException):
         super().__init__(f"{said}; see {path} --help")
 
 
+class HostPort(click.ParamType[str]):
+    name = "HOST:PORT"
+
+    def convert(self, value: str, param: click.Parameter | None, context: click.Context | None) -> str:
+        try:
+            return checked_address(value)
+        except ValueError as error:
+            self.fail(str(error), param, context)
+
+
 def folder_option(command: _Command) -> _Command:
     """The run's folder, handed over as a RunFolder."""
     return click.option(
@@ -62,7 +77,8 @@ def folder_option(command: _Command) -> _Command:
 
 
 def address_option(command: _Command) -> _Command:
-    return click.option("--address", metavar="HOST:PORT", help="The service, where no run's folder names it.")(command)
+    return click.option("--address", type=HostPort(), metavar="HOST:PORT",
+                        help="The service, where no run's folder names it.")(command)  # fmt: skip
 
 
 def json_option(command: _Command) -> _Command:
@@ -94,10 +110,7 @@ def the_address(folder: RunFolder, service: str, address: str | None) -> str:
             f"{folder.path} names no address of `{service}`: name the run's folder with -o, or the service with"
             " --address"
         )
-    try:
-        return checked_address(found[0])
-    except ValueError as error:
-        raise CliError(f"--address: {error}") from error
+    return found[0]
 
 
 class _Changes(TypedDict, total=False):
@@ -131,8 +144,12 @@ def run(work: Coroutine[None, None, _T]) -> _T:
             raise
         # gRPC names the address, and each of its attempts; the cause comes last.
         said = " ".join(error.message.rpartition("last error: UNKNOWN: ")[2].split())
-        closed = said.endswith(": Socket closed")  # that of a call under way is "Stream removed (Socket closed)"
-        remedy = CLOSED_REMEDY if closed else REMEDIES.get(error.reason.name)
+        said += "".join(f"; {one.field}: {one.description}" for one in error.violations)
+        remedy = REMEDIES.get(error.reason.name)
+        if said.endswith(": Socket closed"):  # that of a call under way is "Stream removed (Socket closed)"
+            remedy = CLOSED_REMEDY
+        elif "WRONG_VERSION_NUMBER" in said:
+            remedy = PLAIN_REMEDY
         raise CliError(f"{error.reason.name}: {said}{f'; {remedy}' if remedy else ''}") from error
 
 

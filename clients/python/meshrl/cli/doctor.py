@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from meshrl.cli.command import CliError, folder_option, json_option, options_for, print_json, print_table, run
+from meshrl.cli.command import CliError, HostPort, folder_option, json_option, options_for, print_json, print_table, run
 from meshrl.cli.run_folder import RunFolder
 from meshrl.diagnosis.causes import Ailment, Observed, diagnose
 from meshrl.diagnosis.history import RunSeries
@@ -224,8 +224,6 @@ def measure_drift(folder: RunFolder, steps: int, varied: Sequence[str]) -> list[
 
 def _measured(folder: RunFolder, config: Path, steps: int, change: str) -> NoiseFloor:
     key, _, value = change.partition("=")
-    if change and not (key and value):
-        raise CliError(f"--vary must be KEY=VALUE, such as trainer.model.attn=sdpa, got {change!r}")
     place = next(path for number in itertools.count(1) if not (path := folder.path / f"drift/{number}").exists())
     command = [sys.executable, "-m", "meshrl.launch.main", "@", str(config), "--output-dir", str(place), *_DRIFT_OFF]
     command += ["--max-steps", str(steps), "--trainer.optim.lr", "0"]
@@ -279,7 +277,8 @@ def print_floors(floors: Sequence[NoiseFloor]) -> None:
 
 @click.command()
 @folder_option
-@click.option("--address", metavar="HOST:PORT", help="A trainer, where its run's folder is on another machine.")
+@click.option("--address", type=HostPort(), metavar="HOST:PORT",
+              help="A trainer, where its run's folder is on another machine.")  # fmt: skip
 @json_option
 @click.option("--drift", is_flag=True, help="Run the policy at learning rate 0, and print the noise of its mismatch.")
 @click.option("--steps", type=click.IntRange(min=1), default=3, show_default=True, help="Of --drift.")
@@ -295,6 +294,11 @@ def doctor(
 
     --drift starts a short run of the same configuration, with the newest saved weights where there are some.
     """
+    if varied and not drift:
+        raise click.UsageError("--vary is of --drift: give that as well")
+    for change in varied:
+        if not all(change.partition("=")):
+            raise click.UsageError(f"--vary must be KEY=VALUE, such as trainer.model.attn=sdpa, got {change!r}")
     if drift:
         floors = measure_drift(folder, steps, varied)
         if as_json:

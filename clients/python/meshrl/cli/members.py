@@ -14,7 +14,7 @@ from pathlib import Path
 import click
 
 from meshrl.cli import command
-from meshrl.cli.command import CliError, ago, folder_option, json_option, print_json, print_table
+from meshrl.cli.command import CliError, HostPort, ago, folder_option, json_option, print_json, print_table
 from meshrl.cli.run_folder import RunFolder
 from meshrl.client.authority import Authority
 from meshrl.client.credentials import TRUST_FILE
@@ -39,6 +39,10 @@ class _Duration(click.ParamType[float]):
 @click.option("--run-id", default="main", show_default=True, help="The run's name, which its certificates carry.")
 def init(folder: RunFolder, run_id: str) -> None:
     """Make the authority of a run, in OUTPUT_DIR/credentials: its programs then know each other by certificates."""
+    if folder.is_running():
+        raise CliError(
+            f"the run in {folder.path} goes on, and its programs take certificates at their start alone: end it first"
+        )
     with _explained():
         authority = Authority.create(folder.path / "credentials", run_id)
     click.echo(f"the authority of the run {run_id!r} is in {authority.folder}; keep its ca.key to yourself")
@@ -148,7 +152,7 @@ def revoke(folder: RunFolder, what: str) -> None:
 
 
 @click.command()
-@click.argument("address", metavar="HOST:PORT")
+@click.argument("address", type=HostPort(), metavar="HOST:PORT")
 @click.option("--token", "shown", envvar="MESHRL_JOIN_TOKEN", required=True,
               help="The token, ID.SECRET; MESHRL_JOIN_TOKEN keeps it out of the list of processes.")  # fmt: skip
 @click.option("--ca-hash", required=True, help="sha256:HEX, as it came with the token.")
@@ -160,6 +164,8 @@ def revoke(folder: RunFolder, what: str) -> None:
 )
 def join(address: str, shown: str, ca_hash: str, place: Path, name: str | None, hosts: tuple[str, ...]) -> None:
     """Join the run whose hub lets hosts in at HOST:PORT: get a certificate for a day, which programs then renew."""
+    if not re.fullmatch("sha256:[0-9a-f]{64}", ca_hash):
+        raise click.UsageError(f"--ca-hash: expected sha256: and 64 hexadecimal digits, got {ca_hash!r}")
     called = name or re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())[:63]
     try:
         run_id, role = command.run(join_run(place, address, token=shown, ca_hash=ca_hash, name=called, hosts=hosts))

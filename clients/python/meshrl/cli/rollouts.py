@@ -16,8 +16,11 @@ from meshrl.wire.values import JsonObject
 
 FOLLOW_S = 1.0
 
-_IN_LEDGER = {"in_flight": "dispatched", "ready": "finished"}
-"""The ledger's names of these states."""
+_IN_LEDGER = {
+    "in_flight": "dispatched", "ready": "finished",
+    **{state: state for state in ("batched", "trained", "dropped", "failed", "cancelled")},
+}  # fmt: skip
+"""The ledger's name of each state."""
 
 _ROW = """SELECT rollouts.rollout_id, rollouts.environment, rollouts.task_index, rollouts.state, rollouts.reason,
   rollouts.step, rollouts.oldest_version, rollouts.group_id, rollouts.updated_s, rollouts.key, rollouts.run,
@@ -61,18 +64,22 @@ def rollouts() -> None:
 @folder_option
 @click.option("-n", "--number", type=click.IntRange(min=1), default=20, show_default=True, help="How many.")
 @click.option("--env", "environment", help="Only of this environment.")
-@click.option("--state", help="Only in this state: in_flight, ready, batched, trained, dropped, failed, cancelled.")
+@click.option("--state", type=click.Choice(list(_IN_LEDGER)), help="Only in this state.")
 @click.option("-f", "--follow", is_flag=True, help="Go on with what comes, until Ctrl-C.")
 @json_option
 def tail(
     folder: RunFolder, number: int, environment: str | None, state: str | None, follow: bool, as_json: bool
 ) -> None:
     """List the rollouts whose state changed last, the newest at the end."""
-    wanted = {"rollouts.environment = ?": environment, "rollouts.state = ?": _IN_LEDGER.get(state or "", state)}
+    wanted = {"rollouts.environment = ?": environment, "rollouts.state = ?": state and _IN_LEDGER[state]}
     given = {clause: value for clause, value in wanted.items() if value}
     where, values = " AND ".join(given) or "1", list(given.values())
     with closing(_open(folder)) as ledger:
         found = _read(ledger, f"{_ROW} WHERE {where} ORDER BY updated_s DESC LIMIT ?", [*values, number])[::-1]
+        if environment and not found:
+            known = [row["environment"] for row in _read(ledger, "SELECT DISTINCT environment FROM rollouts")]
+            if known and environment not in known:
+                raise CliError(f"no rollouts of {environment!r} in {folder.path}; there are some of {', '.join(known)}")
         _show(found, as_json=as_json)
         with suppress(KeyboardInterrupt):
             while follow:

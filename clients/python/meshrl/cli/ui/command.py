@@ -59,4 +59,6 @@ def ui(output_dirs: tuple[Path, ...], host: str, port: int) -> None:
         try:
             asyncio.run(serve(runs, host=host, port=port, token=token, ready=ready))
         except OSError as error:
-            raise CliError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from error
+            raise CliError(
+                f"cannot listen on {host}:{port}: {error.strerror}; choose another --host or --port"
+            ) from error
