@@ -99,7 +99,7 @@ async def measure(folder: Path, *, tokens: int, steps: int) -> str:
         for group in groups:
             group.kept = tuple(group.rollouts)
         start_s = time.perf_counter()
-        await journal.batch(groups, assembled, dp_size=1, drawn={})
+        await journal.batch(groups, assembled, drawn={})
         waits_s.append(time.perf_counter() - start_s)
         journal.trained(step)
         journal.logged(step)

@@ -24,6 +24,7 @@ class Run:
                 batch_size=groups * max(sizes),
                 group_sizes=dict(zip("ef", sizes, strict=True)),
                 least_rollouts={"e": 2, "f": 2},
+                max_zero_signal_groups=99,
                 last_step=last_step,
             ),
             schedule=TaskSchedule([TrainSource(environment=name, ratio=1, num_tasks=3) for name in "ef"], seed=0),

@@ -29,7 +29,7 @@ from meshrl.orchestrator.ledger.rules import OPEN_STATES
 from meshrl.orchestrator.ledger.writer import LedgerWriter
 from meshrl.orchestrator.peers.connect import Mesh
 from meshrl.orchestrator.work.batches import assemble
-from meshrl.orchestrator.work.recipes import build_recipes
+from meshrl.orchestrator.work.recipes import build_recipes, least_rollouts
 from meshrl.sampling.groups import GroupTicket, RolloutGroup
 from meshrl.wire.convert import batch_digest
 from meshrl.wire.types import EnvironmentInfo, RolloutFailure, RunInfo, TrainerInfo
@@ -108,7 +108,7 @@ class World:
             trainer,
             run,
             session=self.config.session,
-            least_rollouts=recipes.least_rollouts,
+            least_rollouts=least_rollouts(recipes),
             checkpoints=self.config.checkpoint_interval is not None,
             saves_last=self.config.checkpoint_at_end,
             writer=self.writer,
@@ -182,7 +182,7 @@ class World:
             seq_len=64,
             dp_size=1,
         )
-        asyncio.run(self.journal.batch(groups, assembled, dp_size=1, drawn=self.plan.schedule.drawn()))
+        asyncio.run(self.journal.batch(groups, assembled, drawn=self.plan.schedule.drawn()))
         self.recorded += 1
 
     def upload(self) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from opentelemetry.trace import Tracer
 
+from meshrl.algorithms.recipes.base import Recipe
 from meshrl.core.clock import Clock
 from meshrl.core.paths import Layout
 from meshrl.core.telemetry.monitor import Monitor
@@ -19,17 +22,19 @@ from meshrl.orchestrator.peers.version_relay import VersionRelay
 from meshrl.orchestrator.reports.alerts import Alerts
 from meshrl.orchestrator.reports.logprob_check import LogprobCheck
 from meshrl.orchestrator.reports.rollout_samples import RolloutSamplesWriter
+from meshrl.orchestrator.reports.step_reporter import StepReporter
 from meshrl.orchestrator.run import Run, SlotUse
 from meshrl.orchestrator.teachers.scorer import build_scorer
-from meshrl.orchestrator.work.batches import Recipes
+from meshrl.orchestrator.work.batches import BatchMaker
 from meshrl.orchestrator.work.plan import PlanLimits, StalenessLaw, TaskSchedule, TrainSource, WorkPlan
+from meshrl.orchestrator.work.recipes import least_rollouts
 from meshrl.orchestrator.work.screening import screen_finished
 from meshrl.sampling.retry import RunError
 from meshrl.sampling.sampler import RolloutSampler
 from meshrl.wire.types import ActivationPolicy
 
 
-def make_plan(config: OrchestratorConfig, mesh: Mesh, recipes: Recipes) -> WorkPlan:
+def make_plan(config: OrchestratorConfig, mesh: Mesh, recipes: Mapping[str, Recipe]) -> WorkPlan:
     """From the trainer's current step on. Raises RunError for an empty taskset."""
     sources = [
         TrainSource(
@@ -50,15 +55,16 @@ def make_plan(config: OrchestratorConfig, mesh: Mesh, recipes: Recipes) -> WorkP
             group_sizes=config.group_sizes,
             max_inflight_rollouts=config.max_inflight_rollouts,
             last_step=config.last_step,
-            least_rollouts=recipes.least_rollouts,
+            least_rollouts=least_rollouts(recipes),
+            max_zero_signal_groups=config.filters.max_zero_signal_groups,
         ),
         schedule=schedule,
         screen=lambda environment, rollouts: screen_finished(
             rollouts,
             drop_empty=config.filters.empty,
-            drop_zero_signal=config.filters.zero_signal and recipes.by_environment[environment].needs_signal,
+            drop_zero_signal=config.filters.zero_signal and recipes[environment].needs_signal,
             tolerance=config.filters.zero_signal_tolerance,
-            least=recipes.by_environment[environment].least_rollouts,
+            least=recipes[environment].least_rollouts,
         ),
         next_step=mesh.run.step + 1,
         active_version=mesh.run.version,
@@ -71,7 +77,7 @@ def build_loop(
     services: Services,
     mesh: Mesh,
     *,
-    recipes: Recipes,
+    recipes: Mapping[str, Recipe],
     journal: Journal,
     monitor: Monitor,
     tracer: Tracer,
@@ -88,7 +94,7 @@ def build_loop(
         tracer=tracer,
         clock=clock,
     )
-    scorer = build_scorer(recipes.by_environment, config.teachers, services.weights, engine_pool=config.engine_pool)
+    scorer = build_scorer(recipes, config.teachers, services.weights, engine_pool=config.engine_pool)
     deadlines, envs = config.deadlines, config.train.env
     sampler = RolloutSampler(
         services.rollouts,
@@ -99,24 +105,30 @@ def build_loop(
         routed_experts=mesh.trainer.router_replay is not None,
         clock=clock,
     )
+    teacher = RolloutSampler(services.teachers, group_s=deadlines.group_s, retry_s=deadlines.retry_s, clock=clock)
     dispatcher = Dispatcher(
         run,
+        mesh.trainer,
         sampler,
         sampling={env.resolved_name: env.sampling.to_wire().over(config.sampling.to_wire()) for env in envs},
-        teacher=RolloutSampler(services.teachers, group_s=deadlines.group_s, retry_s=deadlines.retry_s, clock=clock),
-        taught=config.taught_environments,
+        taught=dict.fromkeys(config.taught_environments, teacher),
         scorer=scorer,
         lost=LossLimit(
-            recipes.least_rollouts,
+            run.plan.limits.least_rollouts,
             most_in_a_row=config.filters.max_lost_groups,
             unreachable_s=deadlines.unreachable_s,
             services=config.services.rollout,
             clock=clock,
         ),
-        max_zero_signal_groups=config.filters.max_zero_signal_groups,
         longest_first=config.sampling_seed is None,
-        vocab_size=mesh.trainer.vocab_size or None,
-        routed=mesh.trainer.router_replay,
+    )
+    batches = BatchMaker(
+        recipes,
+        scorer,
+        mesh.trainer,
+        run_id=mesh.run.run_id,
+        seq_len=config.seq_len,
+        environments={env.resolved_name: env.seq_len or config.seq_len for env in envs},
     )
     uploader = BatchUploader(services.trainer, run, deadlines=deadlines, clock=clock)
     relay = VersionRelay(
@@ -147,27 +159,26 @@ def build_loop(
         dispatcher=dispatcher,
         evaluator=evaluator,
         logprobs=LogprobCheck(config.logprob_check),
-        alerts=Alerts(synchronous=run.plan.law.synchronous, ignored=config.alerts.ignore),
-        samples=None if kept is None else RolloutSamplesWriter(kept, Layout(config.output_dir).rollouts),
-        log_extras=config.log_extras,
-        seq_len=config.seq_len,
-        mixture=config.mixture,
-        monitor=monitor,
-        clock=clock,
-        keep_records=config.bench,
+        reporter=StepReporter(
+            run,
+            monitor,
+            alerts=Alerts(synchronous=run.plan.law.synchronous, ignored=config.alerts.ignore),
+            samples=None if kept is None else RolloutSamplesWriter(kept, Layout(config.output_dir).rollouts),
+            log_extras=config.log_extras,
+            seq_len=config.seq_len,
+            mixture=config.mixture,
+            keep_records=config.bench,
+            clock=clock,
+        ),
     )
     return RunLoop(
         run,
-        mesh.trainer,
-        recipes=recipes,
-        scorer=scorer,
+        batches=batches,
         dispatcher=dispatcher,
         uploader=uploader,
         relay=relay,
         finisher=finisher,
         evaluator=evaluator,
         batch_s=deadlines.batch_s,
-        seq_len=config.seq_len,
-        env_seq_len={env.resolved_name: env.seq_len or config.seq_len for env in envs},
         sleep_engines=config.sleep_engines,
     )

@@ -10,7 +10,7 @@ import asyncio
 import math
 import uuid
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from loguru import logger
@@ -28,7 +28,7 @@ from meshrl.sampling.retry import AWAY, RunError
 from meshrl.sampling.sampler import Problems, RolloutSampler
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.trainable import rollout_problems
-from meshrl.wire.types import Rollout, RolloutEvent, RoutedShape, Sampling
+from meshrl.wire.types import Rollout, RolloutEvent, Sampling, TrainerInfo
 
 _AWAY = frozenset(reason.name for reason in (Reason.ENGINE_FAILED, *AWAY))
 """Failures of groups while an engine or the rollout service restarts."""
@@ -45,30 +45,22 @@ class Dispatcher:
     def __init__(
         self,
         run: Run,
+        trainer: TrainerInfo,
         sampler: RolloutSampler,
         *,
+        taught: Mapping[str, RolloutSampler],
         sampling: Mapping[str, Sampling],
-        teacher: RolloutSampler,
-        taught: Collection[str],
         scorer: RolloutScorer,
         lost: LossLimit,
-        max_zero_signal_groups: int,
         longest_first: bool,
-        vocab_size: int | None,
-        routed: RoutedShape | None,
     ) -> None:
-        """`sampling` is by environment; `teacher` samples the environments `taught`. So many groups of equal rewards
-        in a row end the run. `longest_first` is off for a run that is to be repeated: known lengths depend on what
-        came back in time. The trainer has `vocab_size` (None: unknown) and replays routes of experts of the shape
-        `routed`."""
+        """`taught` samples the environments that a teacher plays, `sampler` the others; `sampling` is by environment.
+        `longest_first` is off for a run that is to be repeated: known lengths depend on what came back in time."""
         self._run = run
+        self._trainer = trainer
         self._sampler = sampler
-        self._sampling = sampling
-        self._teacher = teacher
         self._taught = taught
-        self._max_zero_signal_groups = max_zero_signal_groups
-        self._vocab_size = vocab_size
-        self._routed = routed
+        self._sampling = sampling
         self._cancelled: set[str] = set()
         """In flight; they would come back too old."""
         self._scorer = scorer
@@ -115,10 +107,9 @@ class Dispatcher:
             run.slots.note()
 
         with trace.use_span(run.traces.span(ticket.for_step)):
-            taught = ticket.task.environment in self._taught
-            sampler = self._teacher if taught else self._sampler
-            group = await sampler.sample(
-                replace(ticket, min_version=0) if taught else ticket,  # a teacher has no versions
+            teacher = self._taught.get(ticket.task.environment)
+            group = await (teacher or self._sampler).sample(
+                replace(ticket, min_version=0) if teacher else ticket,  # a teacher has no versions
                 sampling=self._sampling[ticket.task.environment],
                 traceparent=run.traces.traceparent(ticket.for_step),
                 problems_of=self._problems_of,
@@ -136,7 +127,7 @@ class Dispatcher:
         screened = run.plan.finish(group)
         self._cancelled.discard(ticket.group_id)
         run.count(group, screened)
-        if run.plan.zero_signal_in_a_row >= self._max_zero_signal_groups:
+        if run.plan.zero_signal_in_a_row >= run.plan.limits.max_zero_signal_groups:
             raise RunError(
                 f"{run.plan.zero_signal_in_a_row} groups in a row had equal rewards, last in"
                 f" {ticket.task.environment!r}: there is nothing to learn; make the task easier or harder, raise"
@@ -154,9 +145,9 @@ class Dispatcher:
                 return [(f"samples[{unsaid[0]}].version_spans", "must say which version of the policy sampled what")]
         return rollout_problems(
             rollout,
-            vocab_size=self._vocab_size,
+            vocab_size=self._trainer.vocab_size or None,
             newest_version=self._run.steps.recorded,
-            routed=self._routed,
+            routed=self._trainer.router_replay,
         )
 
 

@@ -15,63 +15,49 @@ admits nothing until the version before is active.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import replace
 
 from loguru import logger
 
-from meshrl.algorithms.recipes.base import Scores
 from meshrl.orchestrator.dispatch import Dispatcher
 from meshrl.orchestrator.evals import Evaluator
 from meshrl.orchestrator.finish import StepFinisher
 from meshrl.orchestrator.peers.batch_uploader import BatchRefusal, BatchUploader
 from meshrl.orchestrator.peers.version_relay import VersionRelay
 from meshrl.orchestrator.run import Run
-from meshrl.orchestrator.teachers.scorer import RolloutScorer
-from meshrl.orchestrator.work.batches import AssembledBatch, Recipes, SubmittedStep, assemble, at_fault, split_groups
+from meshrl.orchestrator.work.batches import BatchMaker, SubmittedStep, split_groups
 from meshrl.orchestrator.work.screening import DropReason
 from meshrl.sampling.groups import RolloutGroup
 from meshrl.sampling.retry import RunError, first_cause
-from meshrl.wire.types import TrainerInfo
 
 BATCHES_AT_TRAINER = 2
 """One that trains and one that waits: the next step starts at once, and no batch ages longer."""
 
 
 class RunLoop:
-    """Brings one run to its last step. A step waits for its groups for `batch_s`; rows have `seq_len` tokens, and
-    samples at most `env_seq_len`, by environment."""
+    """Brings one run to its last step. A step waits for its groups for `batch_s`."""
 
     def __init__(
         self,
         run: Run,
-        trainer: TrainerInfo,
         *,
-        recipes: Recipes,
-        scorer: RolloutScorer,
+        batches: BatchMaker,
         dispatcher: Dispatcher,
         uploader: BatchUploader,
         relay: VersionRelay,
         finisher: StepFinisher,
         evaluator: Evaluator,
         batch_s: float,
-        seq_len: int,
-        env_seq_len: Mapping[str, int],
         sleep_engines: bool,
     ) -> None:
         self.run = run
         self.relay = relay
         self.finisher = finisher
-        self._recipes = recipes
-        self._scorer = scorer
+        self._batches = batches
         self._evaluator = evaluator
-        self._trainer = trainer
         self._dispatcher = dispatcher
         self._uploader = uploader
         self._batch_s = batch_s
-        self._seq_len = seq_len
-        self._env_seq_len = env_seq_len
         self._sleep_engines = sleep_engines
 
     async def train(self) -> None:
@@ -82,16 +68,15 @@ class RunLoop:
                 await self.relay.wait_for_engines()
             with run.stage("version", first):
                 await self.relay.activate_first(first)
-            await self._scorer.check()
+            await self._batches.begin(run.journal.algorithms(run.steps.recorded))
             await self._evaluator.before_training(first)
-            self._recipes.restore(run.journal.algorithms(run.steps.recorded))
             await self._train_steps()
             await self._evaluator.after_training(run.plan.next_step - 1)
         except BaseExceptionGroup as failures:  # tasks fail together; the first cause is what a person needs
             raise first_cause(failures) from failures
         finally:
             run.traces.close()
-            await self._scorer.close()
+            await self._batches.close()
 
     async def _train_steps(self) -> None:
         run, uploader = self.run, self._uploader
@@ -166,46 +151,24 @@ class RunLoop:
     async def _submit(self, step: int, groups: list[RolloutGroup]) -> None:
         run, tally = self.run, self.run.take_tally()
         with run.traces.batch(step) as span:
-            scores = await self._scorer.score([group.kept for group in groups])
-            assembled = await asyncio.to_thread(self._assemble, step, groups, scores)
+            kept = [group.kept for group in groups]
+            assembled = await self._batches.make(step, kept, traceparent=run.traces.traceparent(step))
             rows = assembled.batch.micro_batches
             span.set_attributes({"rl.batch.groups": len(groups), "rl.batch.micro_batches": len(rows)})
         for _ in assembled.untrainable:
             tally.drop(DropReason.UNTRAINABLE)
         submitted = SubmittedStep(step=step, groups=tuple(groups), assembled=assembled, tally=tally)
-        submitted = await asyncio.to_thread(self.finisher.request_logprobs, submitted)
-        await run.journal.batch(
-            groups, submitted.assembled, dp_size=self._trainer.dp_size, drawn=run.plan.schedule.drawn()
-        )
+        submitted = await asyncio.to_thread(self.finisher.reporter.request_logprobs, submitted)
+        await run.journal.batch(groups, submitted.assembled, drawn=run.plan.schedule.drawn())
         run.add_step(submitted)
         self._uploader.add(step)
-
-    def _assemble(self, step: int, groups: list[RolloutGroup], scores: Scores) -> AssembledBatch:
-        """Raises RunError when no batch can be made."""
-        run, kept = self.run, [group.kept for group in groups]
-        streams = self._recipes.streams(kept, scores)
-        try:
-            assembled = assemble(
-                kept,
-                run_id=run.info.run_id,
-                step=step,
-                streams=streams,
-                environments=self._env_seq_len,
-                seq_len=self._seq_len,
-                dp_size=self._trainer.dp_size,
-                min_shared_prefix=self._trainer.min_shared_prefix,
-                traceparent=run.traces.traceparent(step),
-            )
-        except ValueError as error:  # no rollout fits: a shorter prompt or a longer row is needed
-            raise RunError(f"step {step} has nothing to train on: {error}; raise orchestrator.seq_len") from error
-        return replace(assembled, algorithms=self._recipes.state())
 
     # --- dissolve ---------------------------------------------------------------------------------
 
     async def _dissolve(self, refusal: BatchRefusal) -> None:
         run = self.run
         taken = [await run.take_step(step) for step in range(refusal.step, run.steps.recorded + 1)]
-        bad = at_fault(refusal.error, taken[0], vocab_size=self._trainer.vocab_size or None)
+        bad = self._batches.at_fault(refusal.error, taken[0])
         if not bad:
             raise self._uploader.refusal_error(refusal) from refusal.error
         rest: list[RolloutGroup] = []
@@ -220,6 +183,6 @@ class RunLoop:
         logger.warning(
             f"batch {refusal.step} is made anew without {len(bad)} rollouts ({min(bad)} ...): {refusal.error}"
         )
-        self._recipes.restore(run.journal.algorithms(refusal.step - 1))
+        self._batches.restore(run.journal.algorithms(refusal.step - 1))
         self._uploader.withdraw(refusal.step)
         self._dispatcher.dispatch()

@@ -33,7 +33,7 @@ from meshrl.orchestrator.config import OrchestratorConfig, TrainEnvConfig, Train
 from meshrl.orchestrator.exchange.service import RolloutExchange
 from meshrl.orchestrator.ledger.open_run import open_journal
 from meshrl.orchestrator.peers.connect import Mesh, Services, connect, wait_for_services
-from meshrl.orchestrator.work.recipes import build_recipes
+from meshrl.orchestrator.work.recipes import build_recipes, least_rollouts
 from meshrl.prime_rl import PrimeRLKeys
 from meshrl.sampling.retry import RunError
 from meshrl.wire.values import JsonObject
@@ -132,7 +132,7 @@ async def _train(
             mesh.trainer,
             mesh.run,
             session=config.session,
-            least_rollouts=recipes.least_rollouts,
+            least_rollouts=least_rollouts(recipes),
             checkpoints=config.checkpoint_interval is not None,
             saves_last=config.checkpoint_at_end,
             last_step=config.last_step,
@@ -171,8 +171,8 @@ async def _train(
             logger.info(f"stopped before step {loop.run.plan.next_step} was complete")
         journal.end()  # not after an error: whoever is started next goes on with what is open
         if config.bench:
-            report_bench(layout.output_dir / "bench", loop.finisher.records)
-            logger.info(cost.summary(int(sum(record["batch/rollouts"] for record in loop.finisher.records))))
+            report_bench(layout.output_dir / "bench", loop.finisher.reporter.records)
+            logger.info(cost.summary(int(sum(record["batch/rollouts"] for record in loop.finisher.reporter.records))))
 
 
 def _webhooks(variable: str | None, output_dir: Path) -> list[Sink]:

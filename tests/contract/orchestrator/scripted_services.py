@@ -15,7 +15,7 @@ from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.orchestrator.ledger.journal import Journal
 from meshrl.orchestrator.ledger.open_run import open_journal
 from meshrl.orchestrator.ledger.writer import LedgerWriter
-from meshrl.orchestrator.work.recipes import build_recipes
+from meshrl.orchestrator.work.recipes import build_recipes, least_rollouts
 from meshrl.sampling.groups import GroupTicket, TaskRef
 from meshrl.trainer.runs.steps import StepBook
 from meshrl.trainer.service import check_batch
@@ -347,7 +347,7 @@ def make_journal(
         trainer,
         run,
         session=config.session,
-        least_rollouts=build_recipes(config.algos, config.advantage, seq_len=config.seq_len).least_rollouts,
+        least_rollouts=least_rollouts(build_recipes(config.algos, config.advantage, seq_len=config.seq_len)),
         checkpoints=config.checkpoint_interval is not None,
         saves_last=config.checkpoint_at_end,
         writer=writer,

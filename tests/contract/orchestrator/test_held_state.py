@@ -16,12 +16,12 @@ def sizes(*owners: object) -> dict[str, int]:
 async def test_nothing_is_kept_of_the_steps_that_are_done(mesh, make_config, start) -> None:
     async with start(make_config(mesh.services, max_steps=12)) as (loop, journal):
         await loop.train()
-        held = sizes(loop, loop.run, loop.run.plan, loop.finisher, journal, journal._ledger, loop._uploader)
-    assert held["StepFinisher.records"] == 0
+        held = sizes(loop, loop.run, loop.run.plan, loop.finisher.reporter, journal, journal._ledger, loop._uploader)
+    assert held["StepReporter.records"] == 0
     assert {name: count for name, count in held.items() if count >= 12} == {}
 
 
 async def test_a_benchmark_keeps_the_record_of_each_step(mesh, make_config, start) -> None:
     async with start(make_config(mesh.services, max_steps=3, bench=True)) as (loop, _):
         await loop.train()
-        assert [record["progress/problems"] for record in loop.finisher.records] == [2, 4, 6]
+        assert [record["progress/problems"] for record in loop.finisher.reporter.records] == [2, 4, 6]

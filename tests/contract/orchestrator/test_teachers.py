@@ -233,7 +233,7 @@ async def test_scores_without_aiohttp_say_what_to_install(monkeypatch: pytest.Mo
     async with WeightSyncClient("127.0.0.1:9") as hub:
         with pytest.raises(RunError, match=r"need aiohttp: pip install 'meshrl\[rollout\]'"):
             build_scorer(
-                build_recipes(config.algos, config.advantage, seq_len=config.seq_len).by_environment,
+                build_recipes(config.algos, config.advantage, seq_len=config.seq_len),
                 config.teachers,
                 hub,
                 engine_pool="",

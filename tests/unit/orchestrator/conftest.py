@@ -113,6 +113,6 @@ def batch_group() -> BatchGroup:
             traceparent="00-1-2-01",
         )
         group.kept = tuple(group.rollouts)
-        await journal.batch([group], assembled, dp_size=1, drawn={"echo": step})
+        await journal.batch([group], assembled, drawn={"echo": step})
 
     return batch

@@ -26,6 +26,7 @@ def make_plan() -> Callable[..., WorkPlan]:
                 batch_size=2 * groups,
                 group_sizes=sizes,
                 least_rollouts=dict.fromkeys(sizes, 2),
+                max_zero_signal_groups=99,
                 max_inflight_rollouts=2 * cap,
                 last_step=last_step,
             ),

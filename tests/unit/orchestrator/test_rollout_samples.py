@@ -67,7 +67,12 @@ def submitted(trained: Sequence[RolloutGroup], discarded: Sequence[RolloutGroup]
         step=step,
         groups=tuple(replace(one, kept=tuple(one.rollouts)) for one in trained),
         assembled=AssembledBatch(
-            batch=batch, advantages={"a0": -1.5}, untrainable=frozenset(), truncated_samples=0, dropped_samples=0
+            batch=batch,
+            advantages={"a0": -1.5},
+            untrainable=frozenset(),
+            truncated_samples=0,
+            dropped_samples=0,
+            dp_size=1,
         ),
         tally=StepTally(discarded=list(discarded)),
     )

@@ -47,6 +47,7 @@ def submitted(make_group, make_rollout) -> SubmittedStep:
             untrainable=frozenset(),
             truncated_samples=0,
             dropped_samples=0,
+            dp_size=1,
         ),
         tally=StepTally(),
     )

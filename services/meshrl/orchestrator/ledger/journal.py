@@ -114,7 +114,7 @@ class Journal:
     # --- steps ------------------------------------------------------------------------------------
 
     async def batch(
-        self, groups: Sequence[RolloutGroup], assembled: AssembledBatch, *, dp_size: int, drawn: Mapping[str, int]
+        self, groups: Sequence[RolloutGroup], assembled: AssembledBatch, *, drawn: Mapping[str, int]
     ) -> StepRecord:
         """Returns when all of it is on disk. Raises RunError when it cannot be written."""
         step, rows = assembled.batch.step, assembled.batch.micro_batches
@@ -128,7 +128,7 @@ class Journal:
             truncated_samples=assembled.truncated_samples,
             dropped_samples=assembled.dropped_samples,
             longest_row=max(len(row.token_ids) for row in rows),
-            dp_size=dp_size,
+            dp_size=assembled.dp_size,
             progress=before.plus(groups),
             drawn=drawn,
             algorithms=assembled.algorithms,
@@ -242,6 +242,7 @@ class Journal:
             untrainable=frozenset(record.untrainable),
             truncated_samples=record.truncated_samples,
             dropped_samples=record.dropped_samples,
+            dp_size=record.dp_size,
         )
         return tuple(groups), assembled
 

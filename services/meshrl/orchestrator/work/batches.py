@@ -1,10 +1,12 @@
 """Turns the groups that a step took into its batch: what each sample trains, in rows.
 
-When the trainer refuses a batch, `at_fault` names the rollouts that the loop drops; the others go into new batches.
+When the trainer refuses a batch, `BatchMaker.at_fault` names the rollouts that the loop drops; the others go into new
+batches.
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -15,12 +17,13 @@ import numpy as np
 from meshrl.algorithms.packing import TrainSample, pack_samples
 from meshrl.algorithms.recipes.base import Recipe, SampleStreams, Scores, Streams
 from meshrl.algorithms.recipes.custom import check_streams
+from meshrl.orchestrator.teachers.scorer import RolloutScorer
 from meshrl.orchestrator.work.screening import StepTally
 from meshrl.sampling.groups import RolloutGroup
 from meshrl.sampling.retry import RunError
 from meshrl.wire.errors import MeshError
 from meshrl.wire.trainable import rollout_problems
-from meshrl.wire.types import Batch, Rollout, Sample
+from meshrl.wire.types import Batch, Rollout, Sample, TrainerInfo
 
 _ROW = re.compile(r"micro_batches\[(\d+)\]")
 
@@ -28,50 +31,107 @@ AlgorithmState = Mapping[str, Mapping[str, float]]
 """What algorithms remember from step to step, by environment."""
 
 
-class Recipes:
-    def __init__(self, by_environment: Mapping[str, Recipe]) -> None:
-        self.by_environment = by_environment
+class BatchMaker:
+    """Makes the batches of one run for one trainer, by each environment's algorithm."""
 
-    @property
-    def least_rollouts(self) -> dict[str, int]:
-        """The fewest rollouts that a group must have left, by environment."""
-        return {name: recipe.least_rollouts for name, recipe in self.by_environment.items()}
+    def __init__(
+        self,
+        recipes: Mapping[str, Recipe],
+        scorer: RolloutScorer,
+        trainer: TrainerInfo,
+        *,
+        run_id: str,
+        seq_len: int,
+        environments: Mapping[str, int],
+    ) -> None:
+        """Rows have at most `seq_len` tokens, and samples as many as `environments` has for theirs."""
+        self._recipes = recipes
+        self._scorer = scorer
+        self._trainer = trainer
+        self._run_id = run_id
+        self._seq_len = seq_len
+        self._environments = environments
 
-    def streams(self, groups: Sequence[Sequence[Rollout]], scores: Scores) -> dict[str, tuple[SampleStreams, ...]]:
-        """What each sample of a step trains, by rollout id. Raises RunError where an algorithm does not fit."""
+    async def begin(self, state: AlgorithmState) -> None:
+        """Goes on from the algorithms' `state`. Raises RunError when a model that is to score cannot."""
+        await self._scorer.check()
+        self.restore(state)
+
+    async def close(self) -> None:
+        await self._scorer.close()
+
+    def restore(self, state: AlgorithmState) -> None:
+        """Goes back to an earlier state of the algorithms; environments may be gone."""
+        for name, recipe in self._recipes.items():
+            recipe.restore(state.get(name, {}))
+
+    async def make(self, step: int, groups: Sequence[Sequence[Rollout]], *, traceparent: str) -> AssembledBatch:
+        """Raises RunError when no batch can be made."""
+        scores = await self._scorer.score(groups)
+        return await asyncio.to_thread(self._assemble, step, groups, scores, traceparent)
+
+    def _assemble(
+        self, step: int, groups: Sequence[Sequence[Rollout]], scores: Scores, traceparent: str
+    ) -> AssembledBatch:
+        streams = self._streams(groups, scores)
+        try:
+            assembled = assemble(
+                groups,
+                run_id=self._run_id,
+                step=step,
+                streams=streams,
+                environments=self._environments,
+                seq_len=self._seq_len,
+                dp_size=self._trainer.dp_size,
+                min_shared_prefix=self._trainer.min_shared_prefix,
+                traceparent=traceparent,
+            )
+        except ValueError as error:  # no rollout fits: a shorter prompt or a longer row is needed
+            raise RunError(f"step {step} has nothing to train on: {error}; raise orchestrator.seq_len") from error
+        states = {name: dict(recipe.state()) for name, recipe in self._recipes.items()}
+        return replace(assembled, algorithms={name: state for name, state in states.items() if state})
+
+    def _streams(self, groups: Sequence[Sequence[Rollout]], scores: Scores) -> dict[str, tuple[SampleStreams, ...]]:
         made: dict[str, tuple[SampleStreams, ...]] = {}
         for group in groups:
-            if not group:
-                continue
             environment = group[0].environment
             try:
-                streams = self.by_environment[environment].streams(group, scores)
+                streams = self._recipes[environment].streams(group, scores)
                 check_streams(group, streams)
             except ValueError as error:
                 raise RunError(f"the algorithm of environment {environment!r}: {error}") from error
             made |= {rollout.rollout_id: tuple(streams[rollout.rollout_id]) for rollout in group}
         return made
 
-    def state(self) -> AlgorithmState:
-        states = {name: dict(recipe.state()) for name, recipe in self.by_environment.items()}
-        return {name: state for name, state in states.items() if state}
-
-    def restore(self, state: AlgorithmState) -> None:
-        """Goes back to an earlier `state`; environments may be gone."""
-        for name, recipe in self.by_environment.items():
-            recipe.restore(state.get(name, {}))
+    def at_fault(self, error: MeshError, submitted: SubmittedStep) -> frozenset[str]:
+        """Ids of the rollouts to leave out after the trainer's `error`: those that break a known rule, else all in the
+        rows that the error names, else all of the batch. Empty when the refusal is about the batch as a whole, its
+        header for example."""
+        assembled, vocab_size = submitted.assembled, self._trainer.vocab_size or None
+        rollouts = [rollout for group in submitted.groups for rollout in group.kept]
+        found = {rollout.rollout_id for rollout in rollouts if rollout_problems(rollout, vocab_size=vocab_size)}
+        with np.errstate(over="ignore"):  # too large for the batch's float32 is what is looked for
+            found |= {one for one, value in assembled.advantages.items() if not np.isfinite(np.float32(value))}
+        if found:
+            return frozenset(found)
+        if not error.violations:
+            return frozenset(rollout.rollout_id for rollout in rollouts)
+        rows = [int(named[1]) for violation in error.violations if (named := _ROW.match(violation.field))]
+        micro_batches = assembled.batch.micro_batches
+        return frozenset(one for row in rows if row < len(micro_batches) for one in micro_batches[row].rollout_ids)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AssembledBatch:
-    """A batch and the outcome of its rollouts. `advantages` is by rollout id, 0 without a token of the rl term;
-    `algorithms` is their state after it."""
+    """A batch of a multiple of `dp_size` rows, and the outcome of its rollouts. `advantages` is by rollout id, 0
+    without a token of the rl term; `algorithms` is their state after it."""
 
     batch: Batch
     advantages: Mapping[str, float]
     untrainable: frozenset[str]
     truncated_samples: int
     dropped_samples: int
+    dp_size: int
     algorithms: AlgorithmState = field(default_factory=dict)
 
 
@@ -144,6 +204,7 @@ def assemble(
             if sample.loss_mask[1 : environments[rollout.environment]].any()
         ),
         dropped_samples=packing.dropped_samples,
+        dp_size=dp_size,
     )
 
 
@@ -170,24 +231,6 @@ def _train_sample(
         group=group,
     )
     return whole.part(0, room)
-
-
-def at_fault(error: MeshError, submitted: SubmittedStep, *, vocab_size: int | None) -> frozenset[str]:
-    """Ids of the rollouts to leave out after the trainer's `error`: those that break a known rule, else all in the rows
-    that the error names, else all of the batch. Empty when the refusal is about the batch as a whole, its header for
-    example."""
-    assembled = submitted.assembled
-    rollouts = [rollout for group in submitted.groups for rollout in group.kept]
-    found = {rollout.rollout_id for rollout in rollouts if rollout_problems(rollout, vocab_size=vocab_size)}
-    with np.errstate(over="ignore"):  # too large for the batch's float32 is what is looked for
-        found |= {one for one, value in assembled.advantages.items() if not np.isfinite(np.float32(value))}
-    if found:
-        return frozenset(found)
-    if not error.violations:
-        return frozenset(rollout.rollout_id for rollout in rollouts)
-    rows = [int(named[1]) for violation in error.violations if (named := _ROW.match(violation.field))]
-    micro_batches = assembled.batch.micro_batches
-    return frozenset(one for row in rows if row < len(micro_batches) for one in micro_batches[row].rollout_ids)
 
 
 def split_groups(submitted: SubmittedStep, bad: AbstractSet[str]) -> Iterator[tuple[RolloutGroup, list[Rollout]]]:

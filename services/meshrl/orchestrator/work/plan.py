@@ -141,6 +141,8 @@ class PlanLimits:
     """Rollouts a task, by environment."""
     least_rollouts: Mapping[str, int]
     """Of a group that loses some, by environment."""
+    max_zero_signal_groups: int
+    """In a row, after which the run ends."""
     max_inflight_rollouts: int | None = None
     last_step: int | None = None
 

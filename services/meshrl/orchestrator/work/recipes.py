@@ -27,22 +27,26 @@ from meshrl.algorithms.recipes.opsd import SelfDistillation
 from meshrl.algorithms.recipes.rae import RoleBaseline
 from meshrl.algorithms.recipes.sft import Imitation
 from meshrl.orchestrator.config import AdvantageConfig, AlgoConfig
-from meshrl.orchestrator.work.batches import Recipes
 from meshrl.sampling.retry import RunError
 
 ECHO_WEIGHT = 0.1
 
 
-def build_recipes(algos: Mapping[str, AlgoConfig], of_rewards: AdvantageConfig, *, seq_len: int) -> Recipes:
+def build_recipes(algos: Mapping[str, AlgoConfig], of_rewards: AdvantageConfig, *, seq_len: int) -> dict[str, Recipe]:
     """By environment. Raises RunError for a custom algorithm that cannot be made."""
-    recipes = Recipes({name: _build_recipe(algo, of_rewards, seq_len) for name, algo in algos.items()})
-    for name, recipe in recipes.by_environment.items():
+    recipes = {name: _build_recipe(algo, of_rewards, seq_len) for name, algo in algos.items()}
+    for name, recipe in recipes.items():
         if recipe.sampler is Actor.TEACHER and algos[name].type != "sft":
             raise RunError(
                 f"the custom algorithm of environment {name!r} wants a teacher to play its rollouts, which only the"
                 " algorithm sft has"
             )
     return recipes
+
+
+def least_rollouts(recipes: Mapping[str, Recipe]) -> dict[str, int]:
+    """The fewest rollouts that a group must have left, by environment."""
+    return {name: recipe.least_rollouts for name, recipe in recipes.items()}
 
 
 def _build_recipe(algo: AlgoConfig, of_rewards: AdvantageConfig, seq_len: int) -> Recipe:
