@@ -179,11 +179,6 @@ class _Download:
         except MeshError as error:
             await self._handle(error, source, number, client)
             raise
-        except asyncio.CancelledError:  # gRPC's word, too, for a call over a connection that was dropped meanwhile
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise
-            raise MeshError(Reason.UNREACHABLE, f"{self} lost its connection to other calls' failures") from None
         return size / max(_now() - began_s, 1e-6)
 
     async def _handle(self, error: MeshError, source: ByteSource, number: int, client: WeightSyncClient) -> None:

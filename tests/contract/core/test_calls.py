@@ -163,6 +163,36 @@ async def test_cancelling_the_task_cancels_the_call_at_the_server(mesh, rollout_
     await asyncio.wait_for(cancelled.wait(), 60.0)
 
 
+async def test_calls_under_a_closed_client_fail_and_the_task_that_made_them_goes_on(mesh, trainer_client):
+    running = asyncio.Semaphore(0)
+
+    async def hangs(request, context):
+        running.release()
+        await asyncio.sleep(30)
+
+    async def streams(request, context):
+        await hangs(request, context)
+        yield trainer_pb2.WatchStepsResponse()
+
+    mesh.script.on |= {"GetTrainer": hangs, "WatchSteps": streams, "RunRollouts": streams}
+    client = RolloutClient(mesh.address)
+    calls = [
+        asyncio.create_task(call)
+        for call in (
+            trainer_client.get_trainer(),
+            anext(trainer_client.watch_steps("r")),
+            anext(client.run_rollouts(dataclasses.replace(REQUEST, linger_s=30.0))),
+        )
+    ]
+    for _ in calls:
+        await running.acquire()
+    await asyncio.gather(trainer_client.close(), client.close())
+    for call in calls:
+        with pytest.raises(MeshError, match="was closed") as seen:
+            await asyncio.wait_for(call, 10.0)
+        assert seen.value.reason is Reason.CANCELLED
+
+
 async def test_the_callers_trace_context_is_current_in_the_servicer(mesh, rollout_client, answers):
     seen = {}
 

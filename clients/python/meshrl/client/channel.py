@@ -133,6 +133,7 @@ class ServiceClient:
             address, channel_arguments(config, self.options), self.server_role
         )
         self._tracer = tracer or trace.get_tracer("meshrl.client")
+        self._is_closed = False
 
     async def __aenter__(self) -> Self:
         return self
@@ -143,7 +144,8 @@ class ServiceClient:
         await self.close()
 
     async def close(self, grace_s: float | None = None) -> None:
-        """Ends calls that still run after `grace_s`."""
+        """Ends calls that still run after `grace_s`; they raise CANCELLED."""
+        self._is_closed = True
         await self._channel.close(grace_s)
 
     async def wait_until_connected(self, deadline_s: float) -> None:
@@ -204,7 +206,7 @@ class ServiceClient:
             except grpc.aio.AioRpcError as error:
                 raise self._failed(span, method, error, timeout_s) from error
             except asyncio.CancelledError:
-                self._raise_if_cut(pending)
+                self._raise_if_ended(pending, method)
                 raise
 
     async def _upload(
@@ -231,7 +233,7 @@ class ServiceClient:
                 raise self._failed(span, method, error, deadline_s) from error
             except asyncio.CancelledError:
                 upload.raise_failure()
-                self._raise_if_cut(pending)
+                self._raise_if_ended(pending, method)
                 raise
             finally:
                 listener.cancel()
@@ -260,7 +262,7 @@ class ServiceClient:
             except asyncio.CancelledError:
                 if outgoing is not None:
                     outgoing.raise_failure()
-                self._raise_if_cut(stream)
+                self._raise_if_ended(stream, method)
                 raise
             finally:
                 stream.cancel()
@@ -304,7 +306,7 @@ class ServiceClient:
                 lost_at = loop.time() if lost_at is None else lost_at
                 waited_s, wait_s = loop.time() - lost_at, backoff.next_s()
                 is_lost = error.reason in (Reason.UNREACHABLE, Reason.DRAINING, Reason.CANCELLED)
-                if not is_lost or waited_s + wait_s > self.options.reconnect_s:
+                if not is_lost or self._is_closed or waited_s + wait_s > self.options.reconnect_s:
                     raise
             await asyncio.sleep(wait_s)
 
@@ -340,14 +342,19 @@ class ServiceClient:
         metadata = self._credentials.metadata()
         return ((*metadata, (TRACEPARENT, traceparent)) if traceparent else metadata) or None
 
-    def _raise_if_cut(self, call: object) -> None:
-        """Raises UNREACHABLE if a revocation ended the call."""
+    def _raise_if_ended(self, call: object, method: str) -> None:
+        """Raises MeshError if a revocation or `close` ended the call, for which gRPC raises CancelledError too."""
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            return
         if isinstance(self._channel, ReloadingChannel) and self._channel.was_cut(call):
             raise MeshError(
                 Reason.UNREACHABLE,
                 f"the call to {self.address} was ended, since a certificate of the role {self.server_role} is revoked;"
                 " the next call connects anew, to a server whose certificate is not",
             )
+        if self._is_closed:
+            raise MeshError(Reason.CANCELLED, f"the client of {self.address} was closed during {self.service}/{method}")
 
     def _failed(
         self, span: trace.Span, method: str, error: grpc.aio.AioRpcError, deadline_s: float | None
