@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import hook_calls
-from many_runs import ManyRuns, load, many_runs
+from many_runs import ManyRuns, load, many_runs, settings
+from meshrl.trainer.ranks.rank_runs import RunMaker
 from meshrl.trainer.runs.discovery import Discovery
 from meshrl.trainer.runs.hooks import RunHooks, RunHooksConfig
+from meshrl.training.parallel.rank_group import RankGroup
 from meshrl.wire.types import RunPhase, Suspension
 from tiny_qwen3 import save_tiny_qwen3
 
@@ -135,6 +138,30 @@ def test_a_rank_gives_the_index_of_a_run_that_is_gone_to_the_next() -> None:
     hooks.created("c")
     indices = [(index, run_id) for kind, index, run_id in hook_calls.CALLS if kind == "creation"]
     assert indices == [(0, "a"), (1, "b"), (0, "c")]
+
+
+@pytest.mark.parametrize("failed_here", [True, False])
+def test_a_run_that_a_hook_refuses_on_one_rank_is_refused_on_all(
+    model: str, tmp_path: Path, *, failed_here: bool
+) -> None:
+    hook_calls.CALLS.clear()
+    group = OneOfTwo()
+    maker = RunMaker(load(model, group), tmp_path, base_name="base", hooks=RunHooks(HOOKS))
+    group.other_rank = iter([False, not failed_here])  # it has memory, and then its hook fails
+    with pytest.raises(ValueError, match="bad has no place" if failed_here else "failed on another rank"):
+        maker.make("bad" if failed_here else "a", settings("small"))
+    maker.make("b", settings("small"))
+    undone = [] if failed_here else [("creation", 0, "a"), ("deletion", 0, "a")]
+    assert [*undone, ("creation", 0, "b")] == hook_calls.CALLS
+
+
+class OneOfTwo(RankGroup):
+    """`other_rank` answers for the rank that is not here."""
+
+    other_rank: Iterator[bool] = iter(())
+
+    def any(self, flag: bool) -> bool:
+        return next(self.other_rank, False) or flag
 
 
 def test_hooks_that_cannot_be_called_are_refused_with_their_key() -> None:

@@ -76,7 +76,7 @@ class RunMaker:
         """A run at its newest checkpoint, or where its settings start it if it has none. Collective.
 
         Raises ValueError on every rank, with all other runs unchanged, when its adapter cannot be made, its checkpoint
-        cannot be read, or memory is short.
+        cannot be read, memory is short, or a creation hook refuses it.
         """
         assert settings.lora is not None, "runs beside the trainer's own have an adapter"
         learner = self.learner
@@ -117,5 +117,13 @@ class RunMaker:
                 checkpointer.start_from(Path(start.checkpoints), start.step, with_optimizer=start.with_optimizer)
         except CheckpointError as error:
             raise ValueError(f"run {run_id!r} cannot start from a checkpoint: {error}") from error
-        self.hooks.created(run_id)
+        refusal: ValueError | None = None
+        try:
+            self.hooks.created(run_id)
+        except ValueError as error:
+            refusal = error
+        if learner.parallel.any(refusal is not None):
+            if refusal is None:
+                self.hooks.deleted(run_id)
+            raise refusal or ValueError("a creation hook failed on another rank, whose log has the error")
         return RankRun(state=state, checkpointer=checkpointer)
