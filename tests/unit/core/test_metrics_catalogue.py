@@ -22,11 +22,6 @@ def test_a_source_cannot_fill_the_name_of_another() -> None:
         CATALOGUE.record(Source.TRAINER, {"progress/tokens": 1.0})
 
 
-def test_a_record_holds_the_values_as_they_were_given() -> None:
-    values = {"loss/mean": 0.5, "loss/of_my_own": 2.0, "mismatch_kl/all/max": 3.0, "time/step": 4.0}
-    assert CATALOGUE.record(Source.TRAINER, values) == values, "the trainer calls its whole step so in its event"
-
-
 def test_names_of_environments_may_be_any() -> None:
     names = ("reward/a/b\nc/mean", "metrics/math/pass@1/mean", "reward_parts//x/mean", "eval/my env/avg@16")
     assert CATALOGUE.record(Source.ORCHESTRATOR, dict.fromkeys(names, 1.0)).keys() == set(names)

@@ -16,13 +16,6 @@ from meshrl.core.waiting import (
 )
 
 
-async def test_work_that_ends_before_a_stop_gives_its_result():
-    async def work():
-        return 7
-
-    assert await unless_stopped(asyncio.Event(), work()) == 7
-
-
 async def test_work_that_fails_raises_what_it_raised():
     async def work():
         raise ValueError("broken")

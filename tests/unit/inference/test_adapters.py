@@ -76,20 +76,6 @@ def base(request: pytest.FixtureRequest) -> PreTrainedModel:
     return make_model(**request.param)
 
 
-async def test_a_version_is_served_without_a_pause_as_the_trainer_computes_it(
-    start_engine: EngineFactory, base: PreTrainedModel
-) -> None:
-    engine = await start_engine(base)
-    before = await engine.weights_root()
-    trainer = trained(base, 1, "q_proj", "down_proj")
-    await serve(engine, version_of(trainer, 3, "down_proj", "q_proj"))
-    made = await complete(engine, ask([1, 2, 3], max_tokens=8))
-    assert {span.version for span in made.version_spans} == {3}
-    check_logprobs(made, trainer, [1, 2, 3])
-    assert await engine.weights_root() == before
-    assert engine.stats().last_pause_s == 0.0
-
-
 async def test_three_runs_in_one_batch_get_each_its_own_adapter(
     start_engine: EngineFactory, base: PreTrainedModel
 ) -> None:

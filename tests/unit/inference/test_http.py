@@ -12,19 +12,12 @@ from inference_kit import EngineFactory, Start, make_model, post, until_in_fligh
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "words"),
-    [
-        ("/inference/v1/generate", {}, "token_ids: Field required"),
-        ("/inference/v1/generate", {"token_ids": [1], "features": {"image": 1}}, "text models only"),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "n": 0}, "n: "),
-        ("/v1/completions", {"prompt": "a", "presence_penalty": 3.0}, "presence_penalty"),
-    ],
+    ("body", "words"),
+    [({}, "token_ids: Field required"), ({"token_ids": [1], "features": {"image": 1}}, "text models only")],
 )
-async def test_bad_input_is_answered_with_what_to_change(path: str, body: Any, words: str, serve: Start) -> None:
-    status, answer = await post(await serve(), path, body)
-    assert status == 400
-    assert words in answer["error"]["message"]
-    assert answer["error"]["type"] == "invalid_request_error"
+async def test_bad_input_is_answered_with_what_to_change(body: Any, words: str, serve: Start) -> None:
+    status, answer = await post(await serve(), "/inference/v1/generate", body)
+    assert (status, words in answer["error"]["message"]) == (400, True), answer
 
 
 async def test_a_full_queue_is_429_with_retry_after(serve: Start, start_engine: EngineFactory) -> None:

@@ -70,15 +70,11 @@ async def test_what_a_frame_cannot_carry_is_answered_in_json(
         assert response.content_type == ("text/event-stream" if stream else "application/json")
 
 
-@pytest.mark.parametrize("logits_at_once", [2**28, 1], ids=["one-pass", "a-token-a-pass"])
-async def test_prompt_logprobs_are_those_of_transformers_forward_pass(
-    serve: Start,
-    start_engine: EngineFactory,
-    model: PreTrainedModel,
-    logits_at_once: int,
-    monkeypatch: pytest.MonkeyPatch,
+async def test_prompt_logprobs_of_several_passes_are_those_of_transformers_forward_pass(
+    serve: Start, start_engine: EngineFactory, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("meshrl.inference.embedded.runner.SCORED_LOGITS", logits_at_once)
+    """The engine contract has those of one pass."""
+    monkeypatch.setattr("meshrl.inference.embedded.runner.SCORED_LOGITS", 1)
     client = await serve(await start_engine())
     prompt = [5, 9, 2, 39, 7, 7, 31]
     body = {"token_ids": prompt, "sampling_params": {"max_tokens": 1, "prompt_logprobs": 3, "temperature": 0.5}}

@@ -1,22 +1,18 @@
 """Weight versions that change under requests in flight."""
 
 import asyncio
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
 from inference_kit import EngineFactory, ask, complete, full_forward, make_model, pause_after, until_in_flight
-from meshrl.inference.checkpoints import read_checkpoint
 from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.inference.embedded.staging import LiveWeights, Staging
 from meshrl.inference.engine import HostVersion
 from meshrl.models.state import hf_state
-from meshrl.versions.layout import TORCH_DTYPES
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import VersionSpan
 from polling import until
@@ -174,15 +170,3 @@ async def test_prompt_that_an_older_version_computed_is_said(start_engine: Engin
     await swap(engine, 4, make_model(seed=4))
     assert (await running).version_spans == (VersionSpan(start=0, end=4, version=4, prompt_version=3),)
     assert (await complete(engine, request)).version_spans == (VersionSpan(start=0, end=4, version=4),)
-
-
-@pytest.mark.parametrize("name", sorted(TORCH_DTYPES))
-def test_weights_have_the_names_that_their_types_have_in_a_manifest(name: str, tmp_path: Path) -> None:
-    """A version comes with a manifest's names: one of another name would never fit."""
-    layer = torch.nn.Module()
-    layer.register_buffer("weight", torch.zeros(2, 3).to(TORCH_DTYPES[name]))
-    live = LiveWeights(layer)
-    assert live.layout == (("weight", name, (2, 3)),)
-    live.swap(live.stage(1, {"weight": torch.ones(2, 3).to(TORCH_DTYPES[name])}))
-    save_file({"weight": torch.ones(2, 3).to(TORCH_DTYPES[name])}, tmp_path / "model.safetensors")
-    assert read_checkpoint(tmp_path, live.layout)["weight"].dtype == TORCH_DTYPES[name]

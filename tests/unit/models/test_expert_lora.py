@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -156,6 +155,8 @@ async def test_an_engine_has_the_experts_of_each_requests_own_run(family: str) -
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_peft_itself_computes_the_same(family: str, tmp_path: Path) -> None:
+    from peft import PeftModel  # two seconds, which each worker would pay at collection
+
     model = adapted(family)
     save_adapter(tmp_path, adapter_state(model), adapter_config(model, "base"))
     loaded = PeftModel.from_pretrained(tiny_model(family, attn=None), str(tmp_path))

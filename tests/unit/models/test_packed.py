@@ -204,17 +204,6 @@ def test_the_kernel_of_gpus_gives_the_same_numbers(tmp_path: Path) -> None:
         assert logprobs.isnan().tolist() == [False, False, True, False, False]
 
 
-def test_a_sample_is_deaf_to_its_neighbours() -> None:
-    policy = PackedPolicy(build("qwen3"))
-    rng = np.random.default_rng(3)
-    first, second = tokens(rng), tokens(rng)
-    second[1] = first[1]
-    own = slice(LENGTHS[0] - 1, LENGTHS[0] - 1 + LENGTHS[1] - 1)
-    with torch.no_grad():
-        one, other = (policy(row_of(samples, [1.0] * len(LENGTHS)))[0][own] for samples in (first, second))
-    torch.testing.assert_close(one, other, atol=1e-6, rtol=0)
-
-
 def test_blocks_pad_no_sample_beyond_the_growth_bound() -> None:
     lengths = np.array([100, 70, 60, 20, 19, 3])
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)

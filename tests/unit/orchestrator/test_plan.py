@@ -147,12 +147,6 @@ def test_groups_in_flight_are_capped(make_plan) -> None:
     assert len(dispatch_all(make_plan(level=2, cap=3), "g")) == 3
 
 
-def test_seeds_of_groups_do_not_overlap(make_plan) -> None:
-    plan = make_plan(level=2)
-    seeds = [plan.dispatch(f"g{index}").seed for index in range(6)]
-    assert seeds == [0, 2, 4, 6, 8, 10]
-
-
 def test_without_a_seed_groups_have_none_and_neither_has_what_completes_them(make_plan) -> None:
     ticket = make_plan(level=0, seed=None).dispatch("g0")
     assert ticket.seed is None

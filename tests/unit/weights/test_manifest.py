@@ -34,32 +34,14 @@ from meshrl.wire.types import (
 SPECS = (("b", "float32", (3, 5)), ("a", "bfloat16", (7,)), ("empty", "float32", (0, 4)), ("s", "int64", ()))
 
 
-def build(stream: bytes, *, chunk_bytes: int = 4096, run_id: str = "run") -> Manifest:
-    tensors, chunks = manifests.entries_of(memoryview(stream), manifests.plan_tensors(SPECS), chunk_bytes)
+def build(stream: bytes) -> Manifest:
+    tensors, chunks = manifests.entries_of(memoryview(stream), manifests.plan_tensors(SPECS), 4096)
     return manifests.build_manifest(
-        run_id=run_id, epoch=1, version=2, transport=Transport.STREAM, tensors=tensors, chunks=chunks
+        run_id="run", epoch=1, version=2, transport=Transport.STREAM, tensors=tensors, chunks=chunks
     )
 
 
 STREAM = bytes(range(8 + 60 + 14))
-
-
-def test_stream_order_is_widest_type_first_then_name_without_gaps() -> None:
-    plans = manifests.plan_tensors(SPECS)
-    assert [(p.name, p.offset, p.num_bytes) for p in plans] == [
-        ("s", 0, 8),
-        ("b", 8, 60),
-        ("empty", 68, 0),
-        ("a", 68, 14),
-    ]
-
-
-def test_digests_are_blake3_of_the_bytes() -> None:
-    manifest = build(STREAM)
-    assert [t.digest for t in manifest.tensors] == [
-        blake3.blake3(part).digest() for part in (STREAM[:8], STREAM[8:68], b"", STREAM[68:])
-    ]
-    assert [(c.offset, c.length, c.digest) for c in manifest.chunks] == [(0, 82, blake3.blake3(STREAM).digest())]
 
 
 @settings(deadline=None, max_examples=50)  # a busy machine is not a slow function
@@ -83,35 +65,10 @@ def test_stream_that_is_too_short_or_too_long_is_an_error(stream: bytes) -> None
         manifests.entries_of(memoryview(stream), manifests.plan_tensors(SPECS), 4096)
 
 
-def test_root_depends_on_names_and_values_and_not_on_order_or_run() -> None:
+def test_artifact_id_depends_on_the_base_of_a_delta() -> None:
+    """On all else by the vectors of the contract, which have no delta."""
     one = build(STREAM)
-    assert manifests.result_root(tuple(reversed(one.tensors))) == one.result_root
-    assert build(STREAM, run_id="other").result_root == one.result_root
-    changed = bytearray(STREAM)
-    changed[40] ^= 1
-    assert build(bytes(changed)).result_root != one.result_root
-    renamed = (dataclasses.replace(one.tensors[0], name="z"), *one.tensors[1:])
-    assert manifests.result_root(renamed) != one.result_root
-
-
-def test_artifact_id_is_stable_and_depends_on_every_field() -> None:
-    one = build(STREAM)
-    # A golden value: it must not change between releases, or hubs and agents of two releases disagree.
-    assert manifests.artifact_id(one) == "674fadfe93493dc72f0a405aa202a93f251a01f90db5071760b4ca495f009bd2"
-    changes = {
-        "run_id": "x",
-        "epoch": 9,
-        "version": 9,
-        "transport": Transport.FILESYSTEM,
-        "base_version": 0,
-        "base_root": b"x",
-        "result_root": b"x",
-        "layout_signature": b"x",
-        "codec": "x",
-        "tensors": one.tensors[1:],
-        "chunks": (),
-        "files": (FileEntry(path="/f", offset=0, num_bytes=82),),
-    }
+    changes = {"base_version": 0, "base_root": b"x"}
     ids = {manifests.artifact_id(dataclasses.replace(one, **{name: value})) for name, value in changes.items()}
     assert len(ids | {manifests.artifact_id(one)}) == len(changes) + 1
 
@@ -271,20 +228,6 @@ def test_adapter_version_carries_its_own_tensors_and_the_layout_of_its_base() ->
     ):
         found = manifest_checks.violations(dataclasses.replace(lora, **changes), max_chunk_bytes=4096)
         assert [name for name, _ in found] == [field]
-
-
-def test_collective_plans_and_adapters_count_for_the_identity() -> None:
-    one = collective()
-    assert from_json(to_json(one)) == one
-    changed = [
-        collective(collective=plan(num_senders=3)),
-        collective(collective=plan(bucket_bytes=65)),
-        collective(collective=plan(whole_tensors=(3, 4))),
-        collective(digest_algorithm=""),
-        collective(adapter=AdapterConfig(rank=4, lora_alpha=8.0, target_modules=("q_proj",))),
-        collective(adapter=AdapterConfig(rank=4, lora_alpha=8.0, target_modules=("q_proj", "v_proj"))),
-    ]
-    assert len({manifests.artifact_id(m) for m in [one, *changed]}) == 7
 
 
 def test_files_are_safetensors_that_others_can_read(tmp_path: Path) -> None:

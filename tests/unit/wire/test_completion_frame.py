@@ -61,16 +61,6 @@ def frame() -> bytes:
     return encode(CompletionFrame(request_id="r", prompt_tokens=4, choices=(choice,)))
 
 
-def test_the_bytes_are_those_that_the_format_names() -> None:
-    assert frame().hex(" ", 4) == (
-        "4d524346 01000000 01000000 04000000 01000000 00000000 "  # magic, format, choices, prompt tokens, id bytes
-        "72000000 00000000 "  # "r"
-        "02000000 01000000 06000000 00000000 01010000 00000000 "  # tokens, spans, stop token, stop, logprobs follow
-        "00000000 02000000 03000000 00000000 "  # version 3 sampled [0, 2)
-        "05000000 06000000 000000bf 0000c0bf"
-    )
-
-
 @pytest.mark.parametrize(
     ("damaged", "words"),
     [

@@ -10,8 +10,6 @@ from meshrl.wire.errors import MeshError
 from meshrl.wire.types import (
     MessageSpan,
     Sample,
-    StepEvent,
-    StepState,
     VersionSpan,
 )
 
@@ -62,14 +60,3 @@ def test_span_keeps_which_version_computed_the_prompt(prompt_version):
     assert convert.from_proto(Sample, message).version_spans == (span,)
     tail = "" if prompt_version is None else f"20{prompt_version:02x}"
     assert message.version_spans[0].SerializeToString().hex() == f"080110031803{tail}"
-
-
-@pytest.mark.parametrize("epoch_s", [0.0, 1_795_667_881.25, 1_795_667_881.999_999])
-def test_a_time_comes_back_to_the_microsecond(epoch_s):
-    message = convert.to_proto(event_at(epoch_s))
-    assert message.time.ToNanoseconds() == pytest.approx(epoch_s * 1e9, abs=1e3)
-    assert convert.from_proto(StepEvent, message).time == pytest.approx(epoch_s, abs=1e-6)
-
-
-def event_at(epoch_s):
-    return StepEvent(revision=1, step=1, state=StepState.QUEUED, time=epoch_s)

@@ -26,13 +26,6 @@ def test_decoded_arrays_are_read_only():
         array[0] = 1
 
 
-def test_bfloat16_travels_as_its_bits():
-    bits = np.array([0x3F80, 0xC000], dtype=np.uint16)
-    tensor = tensors.encode(bits, "bfloat16")
-    assert tensor.dtype == pb.DATA_TYPE_BFLOAT16
-    np.testing.assert_array_equal(tensors.decode(tensor, expect="bfloat16"), bits)
-
-
 def test_types_without_a_number_are_refused_when_sending():
     with pytest.raises(ValueError, match="complex128 cannot be sent"):
         tensors.encode(np.zeros(2, dtype=np.complex128))
