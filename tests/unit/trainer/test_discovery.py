@@ -127,17 +127,9 @@ async def test_why_a_run_is_evicted_stands_in_its_folder_and_it_goes_on_once_tha
         await mesh.train("run_a", [1])
 
 
-def test_a_rank_gives_the_index_of_a_run_that_is_gone_to_the_next() -> None:
-    hook_calls.CALLS.clear()
-    hooks = RunHooks(HOOKS)
+def test_a_creation_hook_that_fails_is_named() -> None:
     with pytest.raises(ValueError, match="a creation hook failed: bad has no place"):
-        hooks.created("bad")
-    for name in ("a", "b"):
-        hooks.created(name)
-    hooks.deleted("a")
-    hooks.created("c")
-    indices = [(index, run_id) for kind, index, run_id in hook_calls.CALLS if kind == "creation"]
-    assert indices == [(0, "a"), (1, "b"), (0, "c")]
+        RunHooks(HOOKS).created("bad")
 
 
 @pytest.mark.parametrize("failed_here", [True, False])

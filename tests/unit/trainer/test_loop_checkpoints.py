@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Qwen3ForCausalLM
 
 from meshrl.models.state import gather_state
 from meshrl.trainer.runs.steps import StepBook
@@ -161,14 +160,3 @@ async def test_resumed_trainer_continues_to_the_bit(tmp_path: Path) -> None:
         trainer.queue.submit(batch(2), "b")
         assert (await trainer.until(StepState.DONE, 2)).version == 2
         assert all(torch.equal(tensor, expected[name]) for name, tensor in trainer.hub.versions[2].items())
-
-
-async def test_snapshot_is_a_model_that_transformers_loads(tmp_path: Path) -> None:
-    async with running(tmp_path) as trainer:
-        _, path = await trainer.queue.save_checkpoint(weights_only=True)
-        loaded = Qwen3ForCausalLM.from_pretrained(path)
-        assert path == tmp_path / "weights" / "step_0"
-        assert all(
-            torch.equal(t, gather_state(loaded)[name]) for name, t in gather_state(trainer.trained.model).items()
-        )
-        assert not (tmp_path / "checkpoints").exists()

@@ -6,7 +6,7 @@ from pydantic import ValidationError
 
 from meshrl.algorithms.losses import LossInputs
 from meshrl.algorithms.objective import Normaliser
-from meshrl.trainer.loss_config import CONSTANTS, NORMALISERS, LossConfig
+from meshrl.trainer.loss_config import NORMALISERS, LossConfig
 from meshrl.trainer.objectives import build_objective
 
 RATIO = 1.5
@@ -74,13 +74,6 @@ def test_each_loss_has_the_normaliser_of_its_paper_until_told_otherwise(loss: st
 def test_the_reference_term_has_its_constants() -> None:
     built = build_objective(LossConfig(ref_kl_tau=0.04, ref_kl_delta=2.0))
     assert (built.ref_kl_tau, built.ref_kl_delta) == (0.04, 2.0)
-
-
-@pytest.mark.parametrize(
-    ("loss", "key"), [(loss, key) for loss in CONSTANTS if loss != "default" for key in CONSTANTS["default"]]
-)
-def test_a_key_of_another_loss_is_an_error_that_names_both(loss: str, key: str) -> None:
-    assert f"loss.{key} belongs to loss.type default, not to {loss}" in refusal(type=loss, **{key: 0.5})
 
 
 def test_a_key_of_another_loss_is_an_error_even_when_it_is_zero() -> None:

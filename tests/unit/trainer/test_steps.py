@@ -169,14 +169,6 @@ def test_crash_fails_everything_unfinished() -> None:
     assert steps.idle
 
 
-def test_watch_resumes_after_any_revision() -> None:
-    steps = book()
-    submit(steps, 1)
-    run(steps)
-    assert [event.revision for event in steps.events_after(1)] == [2]
-    assert steps.events_after(2) == ()
-
-
 def test_revisions_that_are_gone_or_not_yet_made_are_expired() -> None:
     steps = book(history_events=16)
     for step in range(1, 11):
