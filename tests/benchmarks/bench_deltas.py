@@ -40,7 +40,7 @@ from meshrl.versions.transports.base import Prepared, VersionLine
 from meshrl.versions.transports.rank_calls import RankCalls
 from meshrl.versions.transports.stream import StreamShare, StreamTransport
 from meshrl.wire.manifest import layout_signature, plan_tensors, result_root
-from meshrl.wire.text_table import markdown_head, markdown_row
+from meshrl.wire.text_table import markdown_row, markdown_table
 from meshrl.wire.types import CollectivePlan, Manifest, TensorEntry, Transport, VersionKind
 
 SYNTHETIC_VALUES = 32 * 2**20
@@ -100,7 +100,7 @@ def row(*cells: object) -> None:
 
 
 def table(*names: str) -> None:
-    print(markdown_head(names), flush=True)
+    print(markdown_table([names]), flush=True)
 
 
 def best_of(times: int, work: Callable[[], Made]) -> tuple[float, Made]:

@@ -28,7 +28,7 @@ from meshrl.versions.collective.plan import PublishPlan, rows_of
 from meshrl.versions.placement import PlacementTracer, WeightPlacement, check_parts
 from meshrl.versions.snapshot import take_snapshot
 from meshrl.wire.manifest import build_manifest, plan_tensors
-from meshrl.wire.text_table import markdown_head, markdown_row
+from meshrl.wire.text_table import markdown_row, markdown_table
 from meshrl.wire.types import CollectivePlan, JoinGroup, Manifest, Transport
 
 CPU = torch.device("cpu")
@@ -114,7 +114,7 @@ def main() -> None:
         run_id="main", epoch=1, version=1, transport=Transport.NCCL, tensors=tensors, chunks=(), collective=collective
     )
     ranks = [Rank(rank, state) for rank in range(RANKS)]
-    print(markdown_head(("by", "GB", "GB to a rank", "lag s", "of it bytes s", "digests s")), flush=True)
+    print(markdown_table([("by", "GB", "GB to a rank", "lag s", "of it bytes s", "digests s")]), flush=True)
     store = open_store("127.0.0.1", deadline_s=DEADLINE_S)
     address = f"127.0.0.1:{store.port}"
     found: dict[str, list[tuple[float, list[ReceiveTimes]]]] = {"broadcast": [], "parts": []}

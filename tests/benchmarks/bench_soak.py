@@ -24,7 +24,7 @@ from pathlib import Path
 from meshrl.core.paths import Layout
 from meshrl.launch import demo
 from meshrl.wire.growing_file import GrowingFile
-from meshrl.wire.text_table import markdown_head, markdown_row
+from meshrl.wire.text_table import markdown_row, markdown_table
 from soak_figures import PROGRAMS, Process, Rule, Sample, Verdict, as_json, disk_parts, judge, look_at
 
 AUDIT = Path(__file__).parents[1] / "support" / "ledger_audit.py"
@@ -134,7 +134,7 @@ class Soak:
 def table(verdicts: Sequence[Verdict], shown: Sequence[int]) -> str:
     """One line a figure: its values at some steps, its growth, and the verdict."""
     head = ["figure", *(f"step {step}" for step in shown), "growth a step", "scatter", "measured", "bound", "flat"]
-    lines = [markdown_head(head)]
+    lines = [markdown_table([head])]
     for verdict in verdicts:
         values = [f"{verdict.values[step]:,.6g}" for step in shown]
         cells = [

@@ -27,7 +27,7 @@ import torch
 
 from bench_weight_sync import MADE, SHAPES, build, made_shape
 from meshrl.training.parallel.rank_group import RankGroup
-from meshrl.wire.text_table import markdown_head, markdown_row
+from meshrl.wire.text_table import markdown_row, markdown_table
 from meshrl_examples.model import create_model
 from wan_rig import BAD, PERFECT, Line, Wan, open_wan, why_not
 
@@ -135,7 +135,7 @@ def main() -> int:
         print(reason)
         return 2
     head = ("shape", "version", "sent", "MB", "lag s", "taken and made s", "commit s", "prepared s", "pause ms", "Mb/s")
-    print(markdown_head((*head, "of the preparing, s")), flush=True)
+    print(markdown_table([(*head, "of the preparing, s")]), flush=True)
     for shape in asked.shapes:
         measure(shape, asked)
     return 0

@@ -54,7 +54,7 @@ from meshrl.trainer.ranks.commands import (
 )
 from meshrl.training.model_config import TrainerModelConfig
 from meshrl.training.parallel.rank_group import RankGroup
-from meshrl.wire.text_table import markdown_head, markdown_row
+from meshrl.wire.text_table import markdown_row, markdown_table
 from meshrl.wire.types import ActivationPolicy
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -366,7 +366,7 @@ def main() -> None:
         "shape", "transport", "ranks", "GB", "lag s", "pause ms", "take ms", "group ms", "encode ms", "write ms",
         "stage ms", "seal ms", "prepare ms", "activate ms", "GB/s", "of the link", "requests kept",
     )  # fmt: skip
-    print(markdown_head(head), flush=True)
+    print(markdown_table([head]), flush=True)
     everything: dict[str, Any] = {"link_gbps": link}
     with tempfile.TemporaryDirectory(dir="/tmp") as scratch:
         for shape in args.shapes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshrl.wire.text_table import markdown_head, markdown_row, markdown_table, plain_table
+from meshrl.wire.text_table import markdown_table, plain_table
 
 
 def test_columns_are_as_wide_as_their_widest_cell_and_rows_may_end_early() -> None:
@@ -21,7 +21,3 @@ def test_the_first_row_heads_a_table_in_markdown() -> None:
         "|------|-------|",
         "| a    | -     |",
     ]
-
-
-def test_rows_that_come_one_by_one_follow_their_head() -> None:
-    assert [*markdown_head(("a", "b")).splitlines(), markdown_row((1, "x"))] == ["| a | b |", "|---|---|", "| 1 | x |"]

@@ -22,11 +22,6 @@ def markdown_row(cells: Iterable[object]) -> str:
     return "| " + " | ".join(map(str, cells)) + " |"
 
 
-def markdown_head(names: Iterable[str]) -> str:
-    names = list(names)
-    return markdown_row(names) + "\n" + "|" + "---|" * len(names)
-
-
 def _aligned(rows: Iterable[Sequence[object]], right: Collection[int] = ()) -> list[list[str]]:
     texts = [["-" if cell is None else str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip_longest(*texts, fillvalue="")]
