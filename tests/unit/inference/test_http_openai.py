@@ -55,6 +55,23 @@ async def test_completions_take_text_tokens_and_lists_of_them(serve: Start) -> N
         assert logprobs["text_offset"][0] == 0
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_each_prompts_tokens_are_returned(serve: Start, stream: bool) -> None:
+    client = await serve()
+    asked = {"max_tokens": 2, "return_token_ids": True, "ignore_eos": True, "stop": ["!!!"], "stream": stream}
+    chat, prompts = {**asked, "messages": MESSAGES}, {**asked, "prompt": [[1, 2], [3]]}
+    if stream:
+        whole = await events(client, "/v1/chat/completions", chat)
+        pieces = [choice for event in await events(client, "/v1/completions", prompts) for choice in event["choices"]]
+    else:
+        whole = [(await post(client, "/v1/chat/completions", chat))[1]]
+        pieces = (await post(client, "/v1/completions", prompts))[1]["choices"]
+    assert make_tokenizer().decode(whole[0]["prompt_token_ids"]) == "u:a\na:"
+    assert not any("prompt_token_ids" in event for event in whole[1:])
+    found = sorted((each["index"], each["prompt_token_ids"]) for each in pieces if "prompt_token_ids" in each)
+    assert found == [(0, [1, 2]), (1, [3])]
+
+
 def test_text_streams_hold_back_half_characters_and_half_stop_strings() -> None:
     codec = TextCodec(make_tokenizer())
     ids = make_tokenizer().encode("xaé", add_special_tokens=False)

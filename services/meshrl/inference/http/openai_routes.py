@@ -145,7 +145,7 @@ class _Answer:
         answer = self._head()
         answer["choices"] = [self._choice_json(piece) for piece in pieces]
         answer["usage"] = self._usage(sum(len(piece.tokens.token_ids) for piece in pieces))
-        if self._body.return_token_ids:
+        if self._body.return_token_ids and self._choices[-1].prompt == 0:
             answer["prompt_token_ids"] = list(self._choices[0].request.prompt_ids)
         return json_answer(json.dumps(answer), pieces[0].tokens.version)
 
@@ -163,8 +163,10 @@ class _Answer:
             async for index, chunk in chunks:
                 if self._of_chat and not opened:  # not before: a refusal is answered with its own status
                     opened = True
+                    prompt = {"prompt_token_ids": self._choices[0].request.prompt_ids}
+                    asked = prompt if self._body.return_token_ids else {}
                     for each in self._choices:
-                        yield self._event(each, {"delta": {"role": "assistant", "content": ""}})
+                        yield self._event(each, {"delta": {"role": "assistant", "content": ""}}, **asked)
                 choice = self._choices[index]
                 if choice.text.stopped:
                     continue
@@ -179,8 +181,9 @@ class _Answer:
 
     # --- shapes -----------------------------------------------------------------------------
 
-    def _event(self, choice: _Choice, fields: dict[str, object]) -> str:
-        return json.dumps({**self._head(), "choices": [{"index": choice.index, "finish_reason": None, **fields}]})
+    def _event(self, choice: _Choice, fields: dict[str, object], **others: object) -> str:
+        choices = [{"index": choice.index, "finish_reason": None, **fields}]
+        return json.dumps({**self._head(), **others, "choices": choices})
 
     def _head(self) -> dict[str, object]:
         kind = "text_completion"
@@ -208,6 +211,8 @@ class _Answer:
         }
         if body.return_token_ids:
             fields["token_ids"] = tokens.token_ids.tolist()
+            if not self._of_chat and not (delta and len(piece.choice.said) > 1):
+                fields["prompt_token_ids"] = piece.choice.request.prompt_ids
         if isinstance(body, ChatBody):
             fields |= self._delta(body, piece) if delta else self._message(body, piece)
             fields["logprobs"] = {"content": self._chat_logprobs(tokens)} if body.logprobs else None
