@@ -24,7 +24,8 @@ class Layer:
     given: dict[Path, Given] = field(default_factory=dict)
 
     def put(self, path: Path, value: object, origin: str) -> None:
-        self.given = {place: given for place, given in self.given.items() if not _starts(place, path)}
+        if value != {}:  # which switches a section on
+            self.given = {place: given for place, given in self.given.items() if not _starts(place, path)}
         self.lay({place: Given(plain, origin) for place, plain in leaves(path, value)})
 
     def lay(self, upper: Mapping[Path, Given]) -> None:
