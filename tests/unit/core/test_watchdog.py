@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -102,7 +103,7 @@ def test_an_overdue_wait_is_said_with_whom_it_is_on_and_a_blocked_loop_too(
 
     assert run(main) == 0
     line = next(line for line in said if "batch 18" in line)
-    assert line.startswith("waiting for 0 s: batch 18, ")
+    assert re.match(r"waiting for \d+ s: batch 18, ", line)  # of a second or two on a busy machine
     assert stuck_s
     assert read_states(tmp_path) == {}, "a program that ends well leaves nothing"
 

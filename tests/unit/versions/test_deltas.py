@@ -239,7 +239,7 @@ def test_tensors_on_a_device_give_the_same_bytes(
         assert write_stream(made).tobytes() == delta(old, new, threads).tobytes()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(images=st.lists(IMAGES, min_size=3, max_size=5))
 def test_one_delta_does_what_several_do(images: list[NDArray[np.uint8]], threads: ThreadPoolExecutor) -> None:
     first, last = images[0], images[-1]
