@@ -33,8 +33,6 @@ def loaded() -> Iterator[list[list[int]]]:
     gc.set_threshold(70, 10, 10)  # a tenth of those of Python 3.12, as all counts here are
     yield [[] for _ in range(LOADED)]
     gc.set_threshold(*thresholds)
-    gc.unfreeze()
-    gc.collect()
     gc.freeze()  # as it was for all tests
 
 

@@ -35,6 +35,9 @@ from loguru import logger
 from meshrl.core.config import BaseConfig
 from meshrl.core.config.shared import LogConfig
 from meshrl.core.program import run_program
+from meshrl.core.telemetry import watchdog
+
+watchdog.LOOK_EVERY_S, watchdog.WRITE_EVERY_S = 0.05, 0.1
 
 class Config(BaseConfig):
     output_dir: Path
