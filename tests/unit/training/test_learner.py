@@ -118,19 +118,6 @@ def test_memory_that_runs_out_in_the_optimizers_step_is_not_called_a_step_that_c
     assert trained.run.step_done == 1
 
 
-def test_step_that_is_not_finite_leaves_weights_and_optimizer_unchanged() -> None:
-    trained, packing = learner(), packed(seq_len=64)
-    trained.step(packing.micro_batches)
-    before, optimizer = gather_state(trained.model), moments(trained)
-    trained.run.objective = Objective(loss=not_finite_loss)
-    with pytest.raises(StepError, match=r"step 2.*not finite"):
-        trained.step(packing.micro_batches)
-    assert trained.run.step_done == 1
-    assert moments(trained) == optimizer
-    assert all(torch.equal(tensor, before[name]) for name, tensor in gather_state(trained.model).items())
-    assert all(parameter.grad is None for parameter in trained.model.parameters())
-
-
 @pytest.mark.parametrize("normaliser", [Normaliser.TOKEN, Normaliser.SEQUENCE])
 def test_two_halves_of_a_batch_are_its_step_bit_for_bit_where_both_have_its_counts(normaliser: Normaliser) -> None:
     """Gradient, weights, moments and tokens. The loss is summed in another order, so it is equal but for rounding."""
