@@ -19,12 +19,14 @@ from meshrl.wire import frames
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import artifact_id
 from meshrl.wire.types import Chunk, Transport
+from meshrl_conformance import weights
 from weight_mesh import MemoryEngine, Mesh, make_state
 
 
 @pytest.fixture
-async def mesh(mesh: Mesh) -> Mesh:
+async def mesh(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> Mesh:
     """Its engine keeps the lease also while the machine stands still for some seconds."""
+    monkeypatch.setattr(weights, "QUIET_S", 0.2)
     await mesh.kill_hub()
     mesh.settings |= {"lease_s": 30.0, "commit_deadline_s": 30.0}
     await mesh.start_hub()

@@ -157,21 +157,3 @@ async def test_sleep_that_fails_is_answered_at_once_with_its_reason(
     fault = (await listed(serving)).last_fault
     assert fault is not None
     assert fault.message.startswith("falling asleep failed: RuntimeError('out of host memory')")
-
-
-async def test_engine_that_is_killed_while_it_falls_asleep_is_waited_for_no_longer_than_its_lease(
-    mesh: Mesh, engine: MemoryEngine, serving: WeightSyncClient
-) -> None:
-    reached = asyncio.Event()
-
-    async def hang() -> None:
-        reached.set()
-        await asyncio.sleep(3600.0)
-
-    engine.before_sleep = hang
-    asking = asyncio.create_task(counts(serving, deadline_s=90.0))
-    await reached.wait()
-    await mesh.kill_agent("e0")
-    async with asyncio.timeout(60.0):
-        asleep, _ = await asking
-    assert asleep == 0
