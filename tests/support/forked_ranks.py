@@ -1,8 +1,9 @@
 """Ranks that are forked from one process once everything is imported, which takes longest of what they do; a program.
 
-    python forked_ranks.py RANKS PROGRAM.py ARGUMENT...
+    python forked_ranks.py RANKS PROGRAM.py ARGUMENT... [-- ARGUMENT...]
 
-Runs the `main` of a program on so many ranks, as torchrun does, but without its agent.
+Runs the `main` of a program on so many ranks, as torchrun does, but without its agent; and on as many new ones with the
+arguments behind each --.
 """
 
 from __future__ import annotations
@@ -64,9 +65,12 @@ def _as_rank(rank: int, ranks: int, port: int, work: Callable[[], None]) -> None
 
 
 if __name__ == "__main__":
-    count, program, *sys.argv[1:] = sys.argv[1:]
-    sys.argv[0] = program
+    sys.stdin = None  # multiprocessing would close it, and rank 0 may read it
+    count, program, *arguments = sys.argv[1:]
     sys.path.insert(0, str(Path(program).parent))
     with loading():
         main = importlib.import_module(Path(program).stem).main
-    on_ranks(int(count), main)
+    while arguments:
+        end = arguments.index("--") if "--" in arguments else len(arguments)
+        sys.argv, arguments = [program, *arguments[:end]], arguments[end + 1 :]
+        on_ranks(int(count), main)

@@ -60,26 +60,27 @@ ALONE = "one process"
 
 
 class Layout(NamedTuple):
-    """`resumes`: the layouts whose checkpoints it goes on from."""
+    """`resumes`: the layouts whose checkpoints it goes on from; `adapted`: who trains adapters on four ranks."""
 
     ranks: int
     sizes: Mapping[str, int]
     resumes: tuple[str, ...] = ()
+    adapted: str = ""
 
 
 LAYOUTS = {
     "cp2": Layout(2, {"cp": 2}, (ALONE,)),
     "ep2": Layout(2, {"ep": 2}, (ALONE, "cp2")),
     "cp2 x ep2": Layout(2, {"cp": 2, "ep": 2}, ("ep2",)),
-    "cp4": Layout(4, {"cp": 4}, ("ep2",)),
-    "cp2 x dp2": Layout(4, {"cp": 2}),
-    "ep2 x dp2": Layout(4, {"ep": 2}, (ALONE, "cp2 x ep2")),
+    "cp4": Layout(4, {"cp": 4}, ("ep2",), "gpt_oss"),
+    "cp2 x dp2": Layout(4, {"cp": 2}, (), "deepseek_v3"),
+    "ep2 x dp2": Layout(4, {"ep": 2}, (ALONE, "cp2 x ep2"), "gpt_oss"),
     "tp2": Layout(2, {"tp": 2}),
     "tp2 x ep2": Layout(2, {"tp": 2, "ep": 2}, (ALONE, "cp2")),
-    "tp2 x dp2": Layout(4, {"tp": 2}, (ALONE,)),
-    "cp2 x tp2": Layout(4, {"cp": 2, "tp": 2}),
-    "cp2 x tp2 x ep2": Layout(4, {"cp": 2, "tp": 2, "ep": 2}, ("tp2 x ep2", "ep2 x dp2")),
-    "hsdp2 x cp2": Layout(4, {"dp_replicate": 2, "cp": 2}, ("ep2 x dp2",)),
+    "tp2 x dp2": Layout(4, {"tp": 2}, (ALONE,), "qwen3"),
+    "cp2 x tp2": Layout(4, {"cp": 2, "tp": 2}, (), "qwen3"),
+    "cp2 x tp2 x ep2": Layout(4, {"cp": 2, "tp": 2, "ep": 2}, ("tp2 x ep2", "ep2 x dp2"), "deepseek_v3"),
+    "hsdp2 x cp2": Layout(4, {"dp_replicate": 2, "cp": 2}, ("ep2 x dp2",), "qwen3"),
 }
 WITHOUT_EXPERTS = ("tp2", "tp2 x dp2", "cp2 x tp2")  # layouts of dense models alone
 PAIRS = [(earlier, name) for name, layout in LAYOUTS.items() for earlier in layout.resumes]
@@ -94,17 +95,16 @@ CASES: Mapping[str, Mapping[str, Any]] = {
         },
     },
 }
-SAVED = "gspo"
+SAVED, ADAPTED = CASES
 
 
 def cases_of(family: str, name: str) -> list[str]:
-    """The cases that a family trains on a layout. All of them on two ranks; on four, where each costs twice as much,
-    the families take turns, but for the one whose checkpoints other layouts go on from."""
+    """The cases that a family trains on a layout: all of them on one and two ranks. On four, where each costs twice as
+    much, one family is trained whole, the one whose checkpoints other layouts go on from, and one has adapters."""
     layout = LAYOUTS.get(name)
-    if layout is None or layout.ranks == 2 or family == saved_family(name):
+    if layout is None or layout.ranks == 2:
         return list(CASES)
-    turn = FAMILIES.index(family) + list(LAYOUTS).index(name)
-    return [list(CASES)[turn % len(CASES)]]
+    return [SAVED] * (family == saved_family(name)) + [ADAPTED] * (family == layout.adapted)
 
 
 def saved_family(*names: str) -> str:

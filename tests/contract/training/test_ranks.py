@@ -17,7 +17,7 @@ import loss_curves
 from meshrl_examples.model import create_model
 
 pytestmark = pytest.mark.timeout(700)  # processes of their own that import torch, on a machine that may be busy
-STEPS = 4
+STEPS = 2
 ON_TWO_RANKS: dict[str, dict[str, Any]] = {
     "fsdp": {},
     "hsdp": {"dp_replicate": 2},

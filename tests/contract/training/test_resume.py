@@ -6,8 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,30 +19,21 @@ pytestmark = pytest.mark.timeout(700)  # processes of their own that import torc
 SETTINGS: dict[str, dict[str, Any]] = {"plain": {}, "lora": {"lora": {"rank": 4, "dropout": 0.3}}}
 HALF, WHOLE = 6, 10  # the learning rate warms up for five steps
 SAVED = str(HALF)
-ON_TWO = [forked_ranks.__file__, "2"]
 Results = dict[str, dict[str, Any]]
 
 
-@contextmanager
-def two_ranks(folder: Path, name: str, parts: dict[str, Any]) -> Iterator[Results]:
-    """Two fresh processes that train the parts; the results are there when the context ends."""
-    result, log = folder / f"{name}.json", folder / f"{name}.log"
-    arguments = [resumed_training.__file__, str(folder / "model"), str(result), json.dumps(parts)]
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            [sys.executable, *ON_TWO, *arguments],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-            stdout=output,
-            stderr=output,
-        )
-    results: Results = {}
-    try:
-        yield results
-        assert process.wait(300) == 0, log.read_text()[-3000:]
-        results.update(json.loads(result.read_text()))
-    finally:
-        process.kill()
-        process.wait()
+def on_two_ranks(folder: Path, *stages: dict[str, Any]) -> list[Results]:
+    """Each stage is trained by two new processes, after the one before."""
+    arguments: list[str] = []
+    for number, parts in enumerate(stages):
+        arguments += ["--"] * bool(arguments) + [str(folder / "model"), str(folder / str(number)), json.dumps(parts)]
+    done = subprocess.run(
+        [sys.executable, forked_ranks.__file__, "2", resumed_training.__file__, *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads((folder / str(number)).read_text()) for number in range(len(stages))]
 
 
 @pytest.fixture(scope="module")
@@ -74,9 +63,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Results]:
         }
 
     straight = {"straight": {"settings": {}, "folder": f"{folder}/straight", "to": WHOLE}}
-    with two_ranks(folder, "two", begun("two") | straight) as two:
-        alone = begun("one") | straight
-        one = {name: resumed_training.run_part({**part, "alone": True}, model) for name, part in alone.items()}
+    alone = begun("one") | straight
+    one = {name: resumed_training.run_part({**part, "alone": True}, model) for name, part in alone.items()}
     again = resumed("one") | resumed("two")
     again |= {
         f"hsdp of {ranks} on two": {
@@ -86,9 +74,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Results]:
         }
         for ranks in ("one", "two")
     }
-    with two_ranks(folder, "again", again) as again_results:
-        pass
-    return {"one": one, "two": two, "again": again_results}
+    two, afterwards = on_two_ranks(folder, begun("two") | straight, again)
+    return {"one": one, "two": two, "again": afterwards}
 
 
 @pytest.mark.parametrize("ranks", ["one", "two"])
