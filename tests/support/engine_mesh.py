@@ -125,6 +125,16 @@ class Program:
         """The end of its log."""
         return self.log.read_text(errors="replace")[-6000:]
 
+    def kill(self) -> None:
+        """SIGKILL for the program alone; whatever it started must notice."""
+        group = os.getpgid(self.process.pid)
+        self.process.kill()
+        self.process.wait(60.0)
+        end_s = time.monotonic() + 30.0
+        while _is_alive(group):
+            assert time.monotonic() < end_s, "processes that the program had started outlive it"
+            time.sleep(0.1)
+
     def stop(self) -> None:
         """SIGTERM, and SIGKILL when that does not end it."""
         if self.process.poll() is None:
@@ -136,11 +146,25 @@ class Program:
             self.process.wait(STOP_S)
 
 
+def _is_alive(group: int) -> bool:
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            fields = status.read_text().rpartition(")")[2].split()
+            if int(fields[2]) == group and fields[0] != "Z":
+                return True
+    return False
+
+
 class EngineMesh:
     """A hub, an engine and what a trainer has published so far."""
 
-    def __init__(self, kind: EngineKind, folder: Path, *, seed: int = 0, lease_s: float = LEASE_S) -> None:
-        """Starts both with the plain model of `seed` as base; publish a version before asking for tokens."""
+    def __init__(
+        self, kind: EngineKind, folder: Path, *, seed: int = 0, lease_s: float = LEASE_S, waits: bool = True
+    ) -> None:
+        """Starts both with the plain model of `seed` as base; publish a version before asking for tokens.
+
+        `waits`: until the engine serves.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         self.kind, self.folder, self.base_seed = kind, folder, seed
         self.model_folder = save_model(folder / "model", seed, kind.dtype, family=kind.family)
@@ -155,7 +179,9 @@ class EngineMesh:
         self.seed: int | None = None
         self.version = -1
         try:
-            self.restart_engine()
+            self.begin_engine()
+            if waits:
+                self.await_engine()
         except BaseException:  # whatever it was, the hub must not outlive it
             self.hub.stop()
             raise

@@ -102,11 +102,14 @@ def session_mesh(engine_kind: EngineKind, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def start_mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., EngineMesh]]:
-    """Starts further engines for the tests of one file; arguments are those of `kind_of`, and `lease_s`."""
+    """Starts further engines for the tests of one file; arguments are those of `kind_of` and of `EngineMesh`."""
     started: list[EngineMesh] = []
 
-    def start(name: str, dtype: torch.dtype = torch.float32, lease_s: float = LEASE_S, **how: Any) -> EngineMesh:
-        started.append(EngineMesh(kind_of(name, dtype, **how), tmp_path_factory.mktemp(name), lease_s=lease_s))
+    def start(
+        name: str, dtype: torch.dtype = torch.float32, lease_s: float = LEASE_S, waits: bool = True, **how: Any
+    ) -> EngineMesh:
+        kind, folder = kind_of(name, dtype, **how), tmp_path_factory.mktemp(name)
+        started.append(EngineMesh(kind, folder, lease_s=lease_s, waits=waits))
         return started[-1]
 
     yield start

@@ -7,10 +7,6 @@ import contextlib
 import os
 import signal
 import sys
-import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +15,7 @@ from engine_mesh import EngineClient, EngineMesh, Program, reference
 from group_senders import GroupSenders
 from meshrl.client import WeightSyncClient
 from meshrl.wire.errors import MeshError
-from meshrl.wire.types import ActivationPolicy, AgentRegistration, AgentReport, AgentState, Prepare, Transport
+from meshrl.wire.types import AgentState
 from plain_checks import check_greedy
 from plain_model import logits_of, plain_state
 
@@ -32,26 +28,6 @@ async def check_served(mesh: EngineMesh) -> None:
         choice = await EngineClient(session).greedy(PROMPT)
     assert choice["version_spans"] == [[0, 40, mesh.version]]
     check_greedy(mesh.kind, logits_of(reference(mesh), PROMPT, choice["token_ids"]), choice)
-
-
-def kill(program: Program) -> None:
-    """SIGKILL for the program alone; whatever it started must notice."""
-    group = os.getpgid(program.process.pid)
-    program.process.kill()
-    program.process.wait(60.0)
-    end_s = time.monotonic() + 30.0
-    while _alive(group):
-        assert time.monotonic() < end_s, "processes that the engine had started outlive it"
-        time.sleep(0.1)
-
-
-def _alive(group: int) -> bool:
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            fields = status.read_text().rpartition(")")[2].split()
-            if int(fields[2]) == group and fields[0] != "Z":
-                return True
-    return False
 
 
 def _children_of(parent: int, name: str) -> list[int]:
@@ -71,7 +47,7 @@ async def test_engine_killed_with_a_version_prepared_serves_it_after_its_restart
     await mesh.seal(plain_state(seed, mesh.kind.dtype))
     await mesh.until(lambda engine: engine.state is AgentState.PREPARED)
     if mesh.kind.name == "embedded":
-        kill(mesh.engine)
+        mesh.engine.kill()
     else:
         await kill_model_process(mesh.engine)
     mesh.restart_engine()
@@ -87,6 +63,7 @@ async def kill_model_process(engine: Program) -> None:
     assert await asyncio.to_thread(engine.process.wait, 60) == 1
 
 
+@pytest.mark.parametrize("engine_kind", ["embedded"], indirect=True)  # of vLLM see `test_parallel`
 async def test_engine_killed_in_a_broadcast_takes_the_next_version_after_its_restart(mesh: EngineMesh) -> None:
     senders = GroupSenders(num_senders=2, device=mesh.kind.device)
     async with WeightSyncClient(mesh.hub_address) as hub:
@@ -97,73 +74,13 @@ async def test_engine_killed_in_a_broadcast_takes_the_next_version_after_its_res
         await hub.seal_version(run_id="run", epoch=1, version=mesh.version, artifact_id=staged.artifact_id)
     sending = asyncio.create_task(senders.send(parcel, senders=[0]))  # the second one never speaks
     await mesh.until(lambda engine: engine.state is AgentState.FETCHING)
-    kill(mesh.engine)
+    mesh.engine.kill()
     senders.die()
     await asyncio.wait({sending})
     assert isinstance(sending.exception(), MeshError)
     mesh.restart_engine()
     await mesh.publish(mesh.other_seed())
     await check_served(mesh)
-
-
-@pytest.mark.parametrize("engine_kind", ["embedded"], indirect=True)  # hub and agent decide, whatever the engine
-async def test_engine_killed_in_a_gang_that_has_applied_serves_what_was_decided_after_its_restart(
-    mesh: EngineMesh,
-) -> None:
-    seed = mesh.other_seed()
-    async with partner_that_never_applies(mesh):
-        await mesh.seal(plain_state(seed, mesh.kind.dtype))
-        gang = asyncio.create_task(mesh.activate(seed, policy=ActivationPolicy.GANG))
-        await mesh.until(lambda engine: engine.state is AgentState.APPLYING and engine.serving_version == mesh.version)
-        kill(mesh.engine)  # paused under the new weights, waiting for the partner
-    gang.cancel()
-    (outcome,) = await asyncio.gather(gang, return_exceptions=True)
-    assert isinstance(outcome, (MeshError, asyncio.CancelledError)), "an engine of the gang has not applied"
-    mesh.seed = seed
-    mesh.restart_engine()
-    await mesh.until(
-        lambda engine: engine.url == mesh.url and engine.serving_version == mesh.version and engine.routable
-    )
-    await check_served(mesh)
-    await mesh.publish(mesh.other_seed())
-    await check_served(mesh)
-
-
-@asynccontextmanager
-async def partner_that_never_applies(mesh: EngineMesh) -> AsyncIterator[None]:
-    """A second engine, as the hub sees it: it prepares what it is told to and does no more."""
-    async with WeightSyncClient(mesh.hub_address) as hub:
-        serves, _ = await hub.get_manifest("run")
-        lease = await hub.register(
-            AgentRegistration(
-                engine_id="partner",
-                url="http://127.0.0.1:1",
-                transports=(Transport.FILESYSTEM,),
-                layout_signature=serves.layout_signature,
-                held_version=serves.version,
-                held_root=serves.result_root,
-            )
-        )
-        ready = AgentReport(lease_id=lease.lease_id, state=AgentState.READY, serving_version=serves.version)
-        outbox: asyncio.Queue[AgentReport] = asyncio.Queue()
-        outbox.put_nowait(ready)
-
-        async def reports() -> AsyncIterator[AgentReport]:
-            while True:
-                yield await outbox.get()
-
-        async def follow() -> None:
-            async for command in hub.session(reports()):
-                if isinstance(command, Prepare):
-                    prepared = replace(ready, state=AgentState.PREPARED, target_version=command.version)
-                    outbox.put_nowait(replace(prepared, target_artifact_id=command.artifact_id))
-
-        following = asyncio.create_task(follow())
-        try:
-            yield
-        finally:
-            following.cancel()
-            await asyncio.wait({following})
 
 
 async def test_hub_killed_with_a_version_sealed_decides_it_after_its_restart(mesh: EngineMesh) -> None:

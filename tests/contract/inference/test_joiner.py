@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import Callable
@@ -15,40 +16,27 @@ from engine_mesh import EngineClient, EngineMesh
 from meshrl.core.private_folders import SHM, spool_name
 from meshrl.wire.types import Transport
 from polling import until
+from served_engine import serving_engine
 
 JOINER = "joiner"
 SLOW_MBPS = 0.05  # its 411 kB take a minute
 
 
-class Gate:
-    """Engines come up while it is open."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-        self.open()
-
-    def open(self) -> None:
-        self.file.touch()
-
-    def shut(self) -> None:
-        self.file.unlink()
-
-
 @pytest.fixture
-def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Gate:
-    gate = Gate(tmp_path / "gate")
-    monkeypatch.setenv(slow_engine.GATE, str(gate.file))
+def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Engines come up once this file is there."""
+    monkeypatch.setenv(slow_engine.GATE, str(tmp_path / "gate"))
     monkeypatch.setenv("PYTHONPATH", str(Path(slow_engine.__file__).parent))
-    return gate
+    return tmp_path / "gate"
 
 
 @pytest.fixture
-async def mesh(start_mesh: Callable[..., EngineMesh], gate: Gate) -> EngineMesh:
-    """A version is decided, and the engine that served it is gone."""
-    mesh = start_mesh("embedded", module="slow_engine", engine_id=JOINER)
-    await mesh.publish(1, transport=Transport.STREAM)
-    mesh.engine.stop()
-    gate.shut()
+async def mesh(start_mesh: Callable[..., EngineMesh], gate: Path) -> EngineMesh:
+    """A version is decided, and the engine that served it is gone; the next one starts, on a slow link."""
+    slowly = {"max_mbps": SLOW_MBPS}
+    mesh = start_mesh("embedded", module="slow_engine", engine_id=JOINER, broadcast=slowly, waits=False)
+    async with serving_engine(str(mesh.model_folder), mesh.hub_address, "first"):
+        await mesh.publish(1, transport=Transport.STREAM)
     return mesh
 
 
@@ -66,17 +54,14 @@ async def served(mesh: EngineMesh) -> None:
 
 
 async def test_a_version_comes_before_the_engine_is_up_and_nothing_torn_is_used_after_a_kill(
-    mesh: EngineMesh, gate: Gate
+    mesh: EngineMesh, gate: Path
 ) -> None:
-    usual = mesh.kind
-    mesh.kind = replace(usual, broadcast={"max_mbps": SLOW_MBPS})
-    mesh.begin_engine()
     await until(lambda: bool(spooled(mesh)), 120.0)
     mesh.engine.process.send_signal(signal.SIGKILL)
     mesh.engine.process.wait(60.0)
     assert "came ahead" not in mesh.engine.tail()
     (torn,) = spooled(mesh)
-    mesh.kind = usual
+    mesh.kind = replace(mesh.kind, broadcast={})
     mesh.begin_engine()
     await until(lambda: "came ahead" in mesh.engine.tail(), 120.0)
     assert "serving" not in mesh.engine.tail()
@@ -85,5 +70,5 @@ async def test_a_version_comes_before_the_engine_is_up_and_nothing_torn_is_used_
     for payload in lost:  # the engine needs no more of them
         os.truncate(payload, 0)
     assert lost
-    gate.open()
+    await asyncio.to_thread(gate.touch)
     await served(mesh)

@@ -8,15 +8,16 @@ from collections.abc import Callable
 import pytest
 
 from engine_mesh import EngineClient, EngineMesh, reference
-from group_senders import GroupSenders
+from group_senders import GroupSenders, Parcel
 from meshrl.client import WeightSyncClient
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.types import Transport
+from meshrl.wire.types import AgentState, Transport
 from plain_checks import check_greedy
 from plain_model import logits_of, plain_state
 
 PROMPTS = ([1, 2, 3], [1 + index % 63 for index in range(400)])
 REQUESTS = 4  # of each prompt, so that every part of the engine gets some
+TOKENS = 10  # of each; processes that wait for each other take their time for one
 GROUPS = 3
 LEASE_S = 60.0  # two processes of an engine and the tests' own on a machine that may have two cores
 SIZES = {"tensor": "tensor_parallel_size", "data": "data_parallel_size"}
@@ -31,8 +32,8 @@ async def check_served(mesh: EngineMesh) -> None:
     async with mesh.session() as session:
         client = EngineClient(session)
         for prompt in PROMPTS:
-            for choice in await asyncio.gather(*(client.greedy(prompt) for _ in range(REQUESTS))):
-                assert choice["version_spans"] == [[0, 40, mesh.version]]
+            for choice in await asyncio.gather(*(client.greedy(prompt, TOKENS) for _ in range(REQUESTS))):
+                assert choice["version_spans"] == [[0, TOKENS, mesh.version]]
                 check_greedy(mesh.kind, logits_of(reference(mesh), prompt, choice["token_ids"]), choice)
 
 
@@ -43,6 +44,18 @@ async def test_versions_are_the_plain_model_over_files_chunks_and_a_group(parall
         await check_served(mesh)
     await broadcast(mesh, seed=0)
     await check_served(mesh)
+
+
+async def test_no_process_outlives_a_program_that_is_killed_in_a_broadcast(parallel_mesh: EngineMesh) -> None:
+    mesh, senders = parallel_mesh, GroupSenders(num_senders=2, device=parallel_mesh.kind.device)
+    async with WeightSyncClient(mesh.hub_address) as hub:
+        parcel = await seal(mesh, hub, senders, seed=1)
+        sending = asyncio.create_task(senders.send(parcel, senders=[0]))  # the second one never speaks
+        await mesh.until(lambda engine: engine.state is AgentState.FETCHING)
+    await asyncio.to_thread(mesh.engine.kill)
+    senders.die()
+    await asyncio.wait({sending})
+    assert isinstance(sending.exception(), MeshError)
 
 
 async def broadcast(mesh: EngineMesh, seed: int) -> None:
@@ -63,10 +76,15 @@ async def broadcast(mesh: EngineMesh, seed: int) -> None:
 
 
 async def send(mesh: EngineMesh, hub: WeightSyncClient, senders: GroupSenders, seed: int) -> None:
+    await senders.send(await seal(mesh, hub, senders, seed))
+    await mesh.activate(seed)
+
+
+async def seal(mesh: EngineMesh, hub: WeightSyncClient, senders: GroupSenders, seed: int) -> Parcel:
+    """Meets both processes in a new group, for the next version."""
     await senders.open(hub, num_receivers=2)
     parcel = senders.parcel(mesh.version + 1, plain_state(seed, mesh.kind.dtype))
     staged = await hub.create_version(parcel.manifest)
     mesh.version += 1
     await hub.seal_version(run_id="run", epoch=1, version=mesh.version, artifact_id=staged.artifact_id)
-    await senders.send(parcel)
-    await mesh.activate(seed)
+    return parcel

@@ -380,6 +380,28 @@ async def test_engine_of_a_gang_that_is_killed_does_not_hold_up_the_other(
     assert await whole(killed, 0)
 
 
+async def test_engine_killed_in_a_gang_that_has_applied_serves_what_was_decided_after_its_restart(
+    mesh: Mesh, start: Start
+) -> None:
+    trainer = Trainer(mesh=mesh, transport=Transport.STREAM)
+    ahead, slow = await start("ahead"), await start("slow")
+    await trainer.publish(0)
+    await trainer.activate(0, policy=ActivationPolicy.GANG)
+    slow.applying.shut()
+    await trainer.publish(1)
+    commit = asyncio.create_task(trainer.activate(1, policy=ActivationPolicy.GANG))
+    await mesh.until(lambda: ahead.version == 1)
+    assert ahead.paused  # under the new weights, waiting for the other
+    await kill(mesh, "ahead", ahead)
+    again = await start("ahead")
+    await mesh.until(lambda: again.version == 1)
+    slow.applying.open.set()
+    assert (await commit).version.state is VersionState.COMMITTED
+    for engine in (again, slow):
+        await mesh.until(lambda engine=engine: engine.version == 1 and not engine.paused)
+        assert await whole(engine, 1)
+
+
 async def test_weights_loaded_by_hand_are_noticed_and_the_hubs_version_comes_back(mesh: Mesh, start: Start) -> None:
     engine, trainer = await start("e0"), Trainer(mesh=mesh, transport=Transport.STREAM)
     await trainer.publish(0)

@@ -19,7 +19,7 @@ from meshrl.core.telemetry.start import Phase, Start
 from meshrl.inference.compiled import bring, folder_of, share
 from meshrl.inference.config import InferenceConfig
 from meshrl.inference.vllm.arguments import automatic, engine_arguments, engine_config
-from meshrl.inference.vllm.installed import VllmError, compiled_by, inspect_models_here, start_processes_by
+from meshrl.inference.vllm.installed import VllmError, compiled_by, inspect_models_here, replace, start_processes_by
 from meshrl.inference.vllm.processes import ForkServer, imports_ahead, prepare_environment
 from meshrl.models.folder import ModelFolder, WeightReader
 from meshrl.models.load import empty_model, eos_token_ids, resolve_dtype
@@ -136,7 +136,11 @@ def _start(vllm_config: VllmConfig, *, forks: bool) -> AsyncLLM:
     threads of the old one.
     """
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.coordinator import DPCoordinatorProc
 
+    from meshrl.inference.vllm.whole_completions import coordinate
+
+    replace(DPCoordinatorProc, "run_coordinator", staticmethod(coordinate))
     if forks:
         torch.set_num_threads(1)  # of this thread, which is the main one of the new process
         os.register_at_fork(after_in_child=_forget_signals)

@@ -19,6 +19,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.engine.coordinator import DPCoordinatorProc
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import RequestStatus
 
@@ -116,6 +117,15 @@ def answer_without_blocks(manager: KVCacheManager) -> None:
 
     replace(manager, "allocate_slots", allocate_slots)
     replace(manager, "cache_blocks", cache_blocks)
+
+
+_coordinate = DPCoordinatorProc.run_coordinator
+
+
+def coordinate(*args: object, **kwargs: object) -> None:
+    """vLLM's process beside several data-parallel parts, which by itself outlives a program that is killed."""
+    end_with_parent()
+    _coordinate(*args, **kwargs)
 
 
 class WholeCompletions(Scheduler):  # type: ignore[misc]  # vLLM has no types here
