@@ -2,7 +2,7 @@
 
     python publishing_ranks.py EPOCH FIRST_VERSION HUB BUCKET_BYTES DTYPE [DIE_AT]
 
-Under torchrun's variables. Rank 0 reads lines from its standard input, each the seed of the plain model that is the
+Run by `forked_ranks`. Rank 0 reads lines from its standard input, each the seed of the plain model that is the
 next version, and answers each with a line of JSON once the version was sent: its number, its bytes, what this rank has
 sent, and how large what it keeps is; or the error. At version DIE_AT rank 1 is killed once it has sent two buckets.
 """
@@ -89,13 +89,13 @@ def die_at(version: int, ranks: Ranks) -> None:
 
 async def lead(ranks: Ranks, epoch: int, hub: str) -> None:
     share, plan = ranks.snapshotter.share, ranks.snapshotter.plan
-    address, thread = share.store_address, ThreadPoolExecutor(1)
+    address, thread, seeds = share.store_address, ThreadPoolExecutor(1), os.fdopen(0)
     calls = RankCalls(share, reach_store(address, deadline_s=30.0), num_ranks=ranks.parallel.world_size)
     loop = asyncio.get_running_loop()
     async with WeightSyncClient(hub) as client:
         line = VersionLine(run_id="run", epoch=epoch)
         publisher = Publisher(client, BroadcastTransport(line, calls, share, plan, client, ranks.store))
-        while seed := (await loop.run_in_executor(thread, sys.stdin.readline)).strip():
+        while seed := (await loop.run_in_executor(thread, seeds.readline)).strip():
             captured = await loop.run_in_executor(thread, ranks.capture, seed.encode())
             try:
                 report = await asyncio.wait_for(publisher.publish(ranks.version, captured), 120.0)

@@ -11,7 +11,7 @@ import pytest
 
 from engine_mesh import ATTEMPTS, MODEL_NAME, EngineClient, EngineMesh, logprobs_of
 
-LENGTH = 400  # a second of work for either engine
+LENGTH = 240  # half a second of work for either engine
 LONG_ENOUGH_S = 0.5  # many steps of either engine
 PROMPTS = [[1, 2, 3], [4, 5], [6] * 30]
 

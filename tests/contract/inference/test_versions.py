@@ -18,7 +18,7 @@ from state_publisher import StatePublisher
 
 PROMPT = [1, 2, 3]
 LONG_PROMPT = [1 + index % 63 for index in range(400)]  # several blocks of any prefix cache
-LENGTH = 800
+LENGTH = 480
 
 
 async def test_after_an_update_the_engine_is_the_plain_model_of_the_new_weights(
