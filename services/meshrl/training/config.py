@@ -25,7 +25,7 @@ class OptimConfig(BaseConfig):
     """Peak learning rate; 0 never changes the weights, to measure the run's noise (`meshrl doctor --drift`)."""
 
     weight_decay: float = Field(default=0.01, ge=0.0)
-    """Decoupled weight decay; vectors (norms, biases) are exempt."""
+    """Weight decay, decoupled but for sgd; vectors (norms, biases) are exempt."""
 
     betas1: float = Field(default=0.9, ge=0.0, lt=1.0)
     """Decay of the first moment."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from loguru import logger
 from safetensors.torch import load_file
 
 from meshrl.core.config.shared import ModelConfig, WeightBroadcastConfig
@@ -24,13 +26,27 @@ from meshrl.versions.layout import Layout
 from tiny_families import tiny_model
 
 
-def config(folder: Path, family: str, **changes: Any) -> InferenceConfig:
-    tiny_model(family, None).save_pretrained(folder)
+def config(folder: Path, family: str, over: Mapping[str, Any] = MappingProxyType({}), **changes: Any) -> InferenceConfig:
+    tiny_model(family, None, **over).save_pretrained(folder)
     return InferenceConfig(model=ModelConfig(name=str(folder), device="cpu"), **changes)
 
 
 def described(served: InferenceConfig) -> Layout:
     return describe(served, torch.bfloat16)[0]
+
+
+@pytest.mark.parametrize(("max_model_len", "differ"), [(8, False), (9, True)])
+def test_positions_that_are_not_the_trainers_are_told(tmp_path: Path, max_model_len: int, differ: bool) -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 8}
+    factors = {"short_factor": [1.0] * 4, "long_factor": [3.0, 5.0, 7.0, 9.0]}
+    over = {"rope_parameters": rope | factors, "original_max_position_embeddings": 8}
+    lines: list[str] = []
+    sink = logger.add(lines.append, format="{message}", level="WARNING")
+    try:
+        described(config(tmp_path, "phi3", over, max_model_len=max_model_len))
+    finally:
+        logger.remove(sink)
+    assert any("inference.max_model_len to 8" in line for line in lines) is differ
 
 
 VERSIONS = {"weight_broadcast": WeightBroadcastConfig(address="localhost:1")}

@@ -21,6 +21,7 @@ from meshrl.inference.config import InferenceConfig
 from meshrl.inference.vllm.arguments import automatic, engine_arguments, engine_config
 from meshrl.inference.vllm.installed import VllmError, compiled_by, inspect_models_here, replace, start_processes_by
 from meshrl.inference.vllm.processes import ForkServer, imports_ahead, prepare_environment
+from meshrl.models.families import positions_grow_beyond
 from meshrl.models.folder import ModelFolder, WeightReader
 from meshrl.models.load import empty_model, eos_token_ids, resolve_dtype
 from meshrl.models.routers import Routers
@@ -176,4 +177,12 @@ def describe(config: InferenceConfig, dtype: torch.dtype) -> tuple[Layout, tuple
     skeleton = empty_model(config.model, dtype=dtype)
     if config.takes_whole_versions and config.vllm_argument("load_format") in (None, "auto"):
         WeightReader(ModelFolder.find(config.model), skeleton)
+    limit = positions_grow_beyond(skeleton.config.get_text_config())
+    if limit is not None and config.max_model_len > limit:
+        logger.warning(
+            "the rotary embeddings of {} are others for sequences of more than {} tokens. With max_model_len {} vLLM has"
+            " those for every sequence, a trainer by the length of each: logprobs of shorter ones differ. Set"
+            " inference.max_model_len to {} if that is enough",
+            config.model.name, limit, config.max_model_len, limit,
+        )  # fmt: skip
     return layout_of(hf_state(skeleton)), eos_token_ids(skeleton)

@@ -81,7 +81,7 @@ class RunOptimConfig(BaseConfig):
     """The optimizer of a run of its own, beside its learning rate and type; None is as in trainer.optim."""
 
     weight_decay: float | None = Field(default=None, ge=0.0)
-    """Decoupled weight decay."""
+    """Weight decay, decoupled but for sgd."""
 
     betas1: float | None = Field(default=None, ge=0.0, lt=1.0)
     """adamw: decay of the first moment."""
