@@ -19,7 +19,12 @@ from meshrl.versions import peft
 from meshrl.versions.layout import TORCH_DTYPES, Layout
 from meshrl.wire.errors import MeshError, Reason
 
-_BEYOND_PLAIN_LORA = ("use_rslora", "use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out")
+_BEYOND_PLAIN_LORA = (
+    "use_rslora", "use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out",
+    "alora_invocation_tokens",
+)  # fmt: skip
+_OTHER_BASE = ("pissa", "olora", "corda", "loftq")
+"""Values of PEFT's init_lora_weights that change the base weights, when an adapter is made and when it is loaded."""
 
 
 class WeightLoader:
@@ -117,4 +122,11 @@ def read_adapter(folder: Path, version: int) -> HostVersion:
     beyond = [key for key in _BEYOND_PLAIN_LORA if table.get(key)]
     if beyond:
         raise MeshError(Reason.NOT_SUPPORTED, f"{folder} has {', '.join(beyond)}; this engine takes plain LoRA")
+    made_by = str(table.get("init_lora_weights"))
+    if made_by.startswith(_OTHER_BASE):
+        text = (
+            f"{folder} has init_lora_weights {made_by!r}: it belongs to changed base weights; save it as plain LoRA"
+            " (save_pretrained with path_initial_model_for_weight_conversion)"
+        )
+        raise MeshError(Reason.NOT_SUPPORTED, text)
     return HostVersion(version=version, tensors=tensors, adapter=adapter, files=(folder / peft.WEIGHTS_FILE,))

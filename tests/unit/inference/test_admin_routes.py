@@ -83,9 +83,10 @@ async def test_folders_that_are_no_plain_adapter_of_the_model_are_refused(
     status, answer = await post(client, "/load_lora_adapter", {"lora_path": str(tmp_path)})
     assert (status, answer["error"]["reason"]) == (400, "INVALID_REQUEST")
     config = json.loads((folder / CONFIG_FILE).read_text())
-    (folder / CONFIG_FILE).write_text(json.dumps({**config, "use_dora": True}))
-    status, answer = await post(client, "/load_lora_adapter", {"lora_path": str(folder)})
-    assert (status, answer["error"]["reason"]) == (400, "NOT_SUPPORTED")
+    for other in ({"use_dora": True}, {"alora_invocation_tokens": [1]}, {"init_lora_weights": "pissa_niter_4"}):
+        (folder / CONFIG_FILE).write_text(json.dumps({**config, **other}))
+        status, answer = await post(client, "/load_lora_adapter", {"lora_path": str(folder)})
+        assert (status, answer["error"]["reason"]) == (400, "NOT_SUPPORTED")
     (folder / CONFIG_FILE).write_text(json.dumps({**config, "r": 8}))
     status, answer = await post(client, "/load_lora_adapter", {"lora_path": str(folder)})
     assert (status, answer["error"]["reason"]) == (400, "LAYOUT_MISMATCH")
