@@ -15,8 +15,9 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 
 from meshrl.inference.engine import Engine, HostVersion
+from meshrl.models.folder import ModelError, ModelFolder, WeightReader
 from meshrl.versions import peft
-from meshrl.versions.layout import TORCH_DTYPES, Layout
+from meshrl.versions.layout import TORCH_DTYPES
 from meshrl.wire.errors import MeshError, Reason
 
 _BEYOND_PLAIN_LORA = (
@@ -38,7 +39,7 @@ class WeightLoader:
         MeshError INVALID_REQUEST, LAYOUT_MISMATCH."""
         async with self._lock:
             source = self._folder(folder)
-            tensors = await asyncio.to_thread(read_checkpoint, source, self._engine.layout())
+            tensors = await asyncio.to_thread(read_checkpoint, source, self._engine)
             files = tuple(sorted(source.glob("*.safetensors")))
             return await self._serve(HostVersion(version=version, tensors=tensors, files=files))
 
@@ -87,8 +88,9 @@ class WeightLoader:
             raise MeshError(Reason.INVALID_REQUEST, text) from error
 
 
-def read_checkpoint(folder: Path, layout: Layout) -> dict[str, torch.Tensor]:
-    """Without tied duplicates, in the layout's dtypes; `stage` names missing ones. Raises MeshError INVALID_REQUEST."""
+def read_checkpoint(folder: Path, engine: Engine) -> dict[str, torch.Tensor]:
+    """Without tied duplicates, in the layout's dtypes; `stage` names missing ones. Raises MeshError INVALID_REQUEST,
+    LAYOUT_MISMATCH."""
     try:
         files = sorted(folder.glob("*.safetensors"))
     except (OSError, ValueError) as error:  # too long, or with characters that no path has
@@ -96,7 +98,7 @@ def read_checkpoint(folder: Path, layout: Layout) -> dict[str, torch.Tensor]:
         raise MeshError(Reason.INVALID_REQUEST, f"{str(folder)[:200]!r} is no folder of a checkpoint: {why}") from error
     if not files:
         raise MeshError(Reason.INVALID_REQUEST, f"no *.safetensors in {folder}; pass the folder of a checkpoint")
-    dtypes = {name: TORCH_DTYPES.get(dtype) or getattr(torch, dtype) for name, dtype, _ in layout}
+    dtypes = {name: TORCH_DTYPES.get(dtype) or getattr(torch, dtype) for name, dtype, _ in engine.layout()}
     tensors: dict[str, torch.Tensor] = {}
     for file in files:
         try:
@@ -106,6 +108,12 @@ def read_checkpoint(folder: Path, layout: Layout) -> dict[str, torch.Tensor]:
                         tensors[name] = stored.get_tensor(name).to(dtypes[name])
         except (OSError, SafetensorError) as error:
             raise MeshError(Reason.INVALID_REQUEST, f"{file} is not a readable safetensors file: {error}") from error
+    if dtypes.keys() - tensors.keys() and engine.outline is not None:  # such as experts, one by one in files
+        try:
+            reader = WeightReader(ModelFolder(str(folder), folder), engine.outline)
+            tensors = {name: tensor.to(dtypes[name]) for name, tensor in reader.read()}
+        except ModelError as error:
+            raise MeshError(Reason.LAYOUT_MISMATCH, str(error)) from error
     return tensors
 
 

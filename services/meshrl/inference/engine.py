@@ -26,6 +26,7 @@ from meshrl.wire.types.routes import Routes
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedModel
 
     from meshrl.versions.layout import Layout
 
@@ -228,6 +229,9 @@ class Engine(ABC):
 
     collective: CollectiveSupport | None = None
     """None for an engine that takes no part in broadcasts."""
+
+    outline: PreTrainedModel | None = None
+    """A model with the names and shapes of the weights, by which files are read that have them otherwise."""
 
     root: bytes | None = None
     """Of the live weights, when known."""

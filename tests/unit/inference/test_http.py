@@ -6,9 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from inference_kit import EngineFactory, Start, make_model, post, until_in_flight
+from meshrl.inference.embedded.staging import LiveWeights
+from tiny_families import tiny_model
 
 
 @pytest.mark.parametrize(
@@ -52,6 +56,23 @@ async def test_a_folder_without_a_fitting_checkpoint_is_refused(serve: Start, tm
     status, answer = await post(client, "/update_weights", {"path": str(tmp_path / "other")})
     assert (status, answer["error"]["reason"]) == (400, "LAYOUT_MISMATCH")
     assert (await (await client.get("/version")).json())["version"] == 0
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+async def test_a_folder_with_experts_one_by_one_is_served(
+    serve: Start, start_engine: EngineFactory, tmp_path: Path, family: str
+) -> None:
+    engine, other = await start_engine(tiny_model(family, None), max_model_len=32), tiny_model(family)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(0.5)
+    other.save_pretrained(tmp_path)
+    status, _ = await post(await serve(engine), "/update_weights", {"path": str(tmp_path), "version": 3})
+    assert (status, engine.version) == (200, 3)
+    assert await engine.weights_root() == LiveWeights(other).root()
+    save_file({"model.norm.weight": torch.ones(4)}, tmp_path / "model.safetensors")
+    status, answer = await post(await serve(engine), "/update_weights", {"path": str(tmp_path)})
+    assert (status, answer["error"]["reason"]) == (400, "LAYOUT_MISMATCH")
 
 
 @pytest.mark.parametrize("name", ["/" + "a" * 5000, "/tmp/" + "b" * 300, "nul\0byte", "/proc/1/mem"])

@@ -22,7 +22,7 @@ from meshrl.inference.vllm.installed import VllmError, without_weights
 from meshrl.models.folder import as_in_files, renamed_in_layers
 from meshrl.models.load import ModelError, empty_model
 from meshrl.models.state import hf_state
-from meshrl.versions.layout import Layout
+from meshrl.versions.layout import Layout, layout_of
 from tiny_families import tiny_model
 
 
@@ -32,7 +32,7 @@ def config(folder: Path, family: str, over: Mapping[str, Any] = MappingProxyType
 
 
 def described(served: InferenceConfig) -> Layout:
-    return describe(served, torch.bfloat16)[0]
+    return layout_of(hf_state(describe(served, torch.bfloat16)[0]))
 
 
 @pytest.mark.parametrize(("max_model_len", "differ"), [(8, False), (9, True)])

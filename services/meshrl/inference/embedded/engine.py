@@ -61,7 +61,7 @@ class EmbeddedEngine(Engine):
             reports_routes=keep_routes,
         )
         self._steps = StepThread(runner, budget=max_num_batched_tokens, version=version)
-        self._weights = LiveWeights(model)
+        self._weights, self.outline = LiveWeights(model), model
         self.collective = CollectiveSupport(ranks=1, backend="nccl" if model.device.type == "cuda" else "gloo")
         self._staging = Staging(self._weights, model.device)
         self.adapters: AdapterTable[LoadedAdapter] = AdapterTable(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from loguru import logger
+from transformers import PreTrainedModel
 
 from meshrl.core.config.shared import ModelConfig
 from meshrl.core.heap import loading
@@ -25,8 +26,6 @@ from meshrl.models.families import positions_grow_beyond
 from meshrl.models.folder import ModelFolder, WeightReader
 from meshrl.models.load import empty_model, eos_token_ids, resolve_dtype
 from meshrl.models.routers import Routers
-from meshrl.models.state import hf_state
-from meshrl.versions.layout import Layout, layout_of
 
 if TYPE_CHECKING:  # vLLM is an extra, and takes seconds to import
     from vllm.config import VllmConfig
@@ -47,7 +46,7 @@ async def open_vllm_engine(config: InferenceConfig, start: Start, meanwhile: Cal
         from meshrl.inference.vllm.engine import VllmEngine
 
     forks = vllm_config.device_config.device_type == "cpu" and config.torch_threads == 1
-    layout, eos_token_ids = await asyncio.to_thread(describe, config, vllm_config.model_config.dtype)
+    outline, eos_token_ids = await asyncio.to_thread(describe, config, vllm_config.model_config.dtype)
     lora = vllm_config.lora_config
     routed = None
     if config.vllm_argument("enable_return_routed_experts"):
@@ -66,7 +65,7 @@ async def open_vllm_engine(config: InferenceConfig, start: Start, meanwhile: Cal
         meanwhile()
     engine = VllmEngine(
         llm,
-        layout=layout,
+        outline=outline,
         vocab_size=vllm_config.model_config.get_vocab_size(),
         eos_token_ids=eos_token_ids,
         max_queue=config.max_queue,
@@ -168,8 +167,8 @@ def _routed(model: ModelConfig) -> RoutedLayers:
     return RoutedLayers(layers=tuple(routers.layers), experts=routers.shape.experts)
 
 
-def describe(config: InferenceConfig, dtype: torch.dtype) -> tuple[Layout, tuple[int, ...]]:
-    """(name, dtype, shape) of every weight under Hugging Face names, and the tokens that end a completion.
+def describe(config: InferenceConfig, dtype: torch.dtype) -> tuple[PreTrainedModel, tuple[int, ...]]:
+    """The model without storage, and the tokens that end a completion.
 
     For versions of the whole model its folder must be one that the trainers take, unless vLLM loads it in a format of
     its own. Raises ModelError.
@@ -185,4 +184,4 @@ def describe(config: InferenceConfig, dtype: torch.dtype) -> tuple[Layout, tuple
             " inference.max_model_len to {} if that is enough",
             config.model.name, limit, config.max_model_len, limit,
         )  # fmt: skip
-    return layout_of(hf_state(skeleton)), eos_token_ids(skeleton)
+    return skeleton, eos_token_ids(skeleton)

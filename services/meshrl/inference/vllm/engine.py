@@ -45,6 +45,7 @@ from meshrl.inference.vllm.installed import VllmError, client_errors, kv_tokens_
 from meshrl.inference.vllm.requests import RequestCodec, RoutedLayers
 from meshrl.inference.vllm.version_clock import VersionClock
 from meshrl.inference.vllm.whole_completions import AHEAD, PROBE_SEATS
+from meshrl.models.state import hf_state
 from meshrl.versions.layout import Layout, layout_of, mismatch
 from meshrl.versions.placement import check_parts
 from meshrl.wire.errors import MeshError, Reason
@@ -52,6 +53,8 @@ from meshrl.wire.manifest_file import to_json
 from meshrl.wire.types import JoinGroup, Manifest, VersionSpan
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from meshrl.inference.vllm.worker import WorkerPhase
 
 OPEN_DEADLINE_S = 1800.0  # a checkpoint may be read once more
@@ -70,7 +73,7 @@ class VllmEngine(Engine):
     """Gives what was compiled to the hub."""
 
     def __init__(
-        self, llm: AsyncLLM, *, layout: Layout, vocab_size: int, eos_token_ids: tuple[int, ...], max_queue: int,
+        self, llm: AsyncLLM, *, outline: PreTrainedModel, vocab_size: int, eos_token_ids: tuple[int, ...], max_queue: int,
         store: AdapterStore | None, version: int | None, routed: RoutedLayers | None = None,
     ) -> None:  # fmt: skip
         """Takes over `llm`; `version` as of `EmbeddedEngine`."""
@@ -84,7 +87,8 @@ class VllmEngine(Engine):
             capacity=self.num_slots + max_queue,
             reports_routes=routed is not None,
         )
-        self._llm, self._layout, self._store = llm, layout, store
+        self._llm, self._layout, self._store = llm, layout_of(hf_state(outline)), store
+        self.outline = outline
         self._calls = EngineCalls(llm)
         on_gpu, self._ranks = config.device_config.device_type == "cuda", parallel.world_size * self._copies
         if (lora := config.lora_config) is None:
