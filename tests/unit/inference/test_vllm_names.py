@@ -26,7 +26,9 @@ from meshrl.versions.layout import Layout, layout_of
 from tiny_families import tiny_model
 
 
-def config(folder: Path, family: str, over: Mapping[str, Any] = MappingProxyType({}), **changes: Any) -> InferenceConfig:
+def config(
+    folder: Path, family: str, over: Mapping[str, Any] = MappingProxyType({}), **changes: Any
+) -> InferenceConfig:
     tiny_model(family, None, **over).save_pretrained(folder)
     return InferenceConfig(model=ModelConfig(name=str(folder), device="cpu"), **changes)
 

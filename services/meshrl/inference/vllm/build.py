@@ -179,8 +179,8 @@ def describe(config: InferenceConfig, dtype: torch.dtype) -> tuple[PreTrainedMod
     limit = positions_grow_beyond(skeleton.config.get_text_config())
     if limit is not None and config.max_model_len > limit:
         logger.warning(
-            "the rotary embeddings of {} are others for sequences of more than {} tokens. With max_model_len {} vLLM has"
-            " those for every sequence, a trainer by the length of each: logprobs of shorter ones differ. Set"
+            "the rotary embeddings of {} are others for sequences of more than {} tokens. With max_model_len {} vLLM"
+            " has those for every sequence, a trainer by the length of each: logprobs of shorter ones differ. Set"
             " inference.max_model_len to {} if that is enough",
             config.model.name, limit, config.max_model_len, limit,
         )  # fmt: skip

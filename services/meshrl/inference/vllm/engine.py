@@ -73,8 +73,8 @@ class VllmEngine(Engine):
     """Gives what was compiled to the hub."""
 
     def __init__(
-        self, llm: AsyncLLM, *, outline: PreTrainedModel, vocab_size: int, eos_token_ids: tuple[int, ...], max_queue: int,
-        store: AdapterStore | None, version: int | None, routed: RoutedLayers | None = None,
+        self, llm: AsyncLLM, *, outline: PreTrainedModel, vocab_size: int, eos_token_ids: tuple[int, ...],
+        max_queue: int, store: AdapterStore | None, version: int | None, routed: RoutedLayers | None = None,
     ) -> None:  # fmt: skip
         """Takes over `llm`; `version` as of `EmbeddedEngine`."""
         config = llm.vllm_config
