@@ -4,6 +4,7 @@ they do not know."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,9 @@ from meshrl.wire.values import JsonObject
 
 TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 """Of chat completions and of the responses API."""
+
+
+_ASKS_FOR_NULL = re.compile(r"content(?:['\"]\])?\s+is\s+(?:not\s+)?none")
 
 
 def normal_message(message: JsonObject) -> dict[str, Any]:
@@ -37,13 +41,29 @@ def normal_message(message: JsonObject) -> dict[str, Any]:
 
 
 def apply_chat_template(tokenizer: Any, messages: Sequence[JsonObject], **options: Any) -> Any:
-    """Templates that fail on arguments as objects, as DeepSeek-V3's, get them as JSON text. Raises as the template."""
-    try:
+    """Raises as the template.
+
+    Messages that call tools and have no text have null content for templates that ask for it: those of
+    DeepSeek-R1-Distill write no calls beside text. Templates that fail on arguments as objects, such as the same, get
+    them as JSON text.
+    """
+    if not any(message.get("tool_calls") for message in messages):
         return tokenizer.apply_chat_template(list(messages), **options)
-    except Exception:  # a template is a program, which may raise anything
-        if not any(message.get("tool_calls") for message in messages):
-            raise
-        return tokenizer.apply_chat_template([_with_json(message) for message in messages], **options)
+    template = options.get("chat_template") or tokenizer.chat_template
+    forms = [list(messages)]
+    if _ASKS_FOR_NULL.search(str(template)):
+        forms.insert(0, [_with_null(message) for message in messages])
+    forms = [form for each in forms for form in (each, [_with_json(message) for message in each])]
+    for form in forms[:-1]:
+        try:
+            return tokenizer.apply_chat_template(form, **options)
+        except Exception:  # noqa: BLE001  # a template is a program, which may raise anything
+            continue
+    return tokenizer.apply_chat_template(forms[-1], **options)
+
+
+def _with_null(message: JsonObject) -> JsonObject:
+    return {**message, "content": None} if message.get("tool_calls") and message.get("content") == "" else message
 
 
 def _with_json(message: JsonObject) -> JsonObject:

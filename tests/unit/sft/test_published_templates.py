@@ -106,7 +106,7 @@ def learned_by(conversation: Conversation, tokenizer: Any, renderers: Renderers 
 def test_a_published_template_learns_what_the_renderer_of_its_family_learns(family: str, name: str) -> None:
     which = FAMILIES[family]
     tokenizer = tokenizer_of(which)
-    if (family, name) == ("deepseek-r1", "tools"):  # the template writes no call of a message without content
+    if (family, name) == ("deepseek-r1", "tools"):  # the generation prompt opens a thought
         with pytest.raises(DataError, match="does not begin the message as the template renders it"):
             learned_by(CONVERSATIONS[name], tokenizer)
         return
@@ -198,6 +198,21 @@ def test_a_template_with_marks_that_leaves_calls_out_is_refused_too() -> None:
     tokenizer = family_tokenizer(marked, eos_token="<|im_end|>")
     with pytest.raises(DataError, match="message 1: calls tools, which the chat template leaves out"):
         learned_by(CONVERSATIONS["tools"], tokenizer)
+
+
+def test_calls_of_a_template_that_writes_them_in_place_of_null_content_are_learned() -> None:
+    """As those of DeepSeek-V3 and of DeepSeek-R1-Distill, which also take arguments as JSON text alone."""
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m['content'] is none %}"
+        "{% for call in m['tool_calls'] %}{{ call.function.name + call.function.arguments }}{% endfor %}"
+        "{% else %}{{ m['content'] }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    tokenizer = family_tokenizer(template, eos_token="<|im_end|>")
+    assert learned_by(CONVERSATIONS["tools"], tokenizer) == ['look_up{"word": "w"}<|im_end|>', "done<|im_end|>"]
+    beside = Conversation(row="row 0", messages=(user("q"), assistant("let me see", tool_calls=[CALL])), tools=(TOOL,))
+    with pytest.raises(DataError, match="message 1: calls tools, which the chat template leaves out beside"):
+        learned_by(beside, tokenizer)
 
 
 GLM = (

@@ -23,6 +23,7 @@ from meshrl.sft.data.conversations import Conversation, DataError, Message
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _PROBE, _REPLY = "meshrl asks", "meshrl answers"
 """Texts of a made-up conversation that shows how a template ends an assistant's turn."""
+_PROBE_CALL = "meshrl_calls"
 _SHOWN = 24  # characters of a generation prompt that an error shows
 _WAYS_OUT = (
     "two ways to mend it: the renderer of the model's family, such as --renderer.name qwen3 (or qwen3.5, glm-4.5,"
@@ -49,6 +50,7 @@ class TemplateMasks:
             token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
         ) | frozenset(tokenizer.all_special_ids)
         self._turns: dict[str, _Turn] = {}
+        self._written: dict[str, bool] = {}
         self._warned: set[str] = set()
 
     def whole(self, conversation: Conversation) -> list[int]:
@@ -62,12 +64,31 @@ class TemplateMasks:
 
     def _check_calls(self, conversation: Conversation) -> None:
         template = self._tokenizer.chat_template
-        calls = [place for place, message in enumerate(conversation.messages) if message.get("tool_calls")]
-        if calls and isinstance(template, str) and "tool_calls" not in template:
+        for place, message in enumerate(conversation.messages):
+            if not message.get("tool_calls"):
+                continue
+            told, beside = bool(message["content"]), ""
+            if isinstance(template, str) and "tool_calls" in template:
+                if self._writes_calls(conversation, beside_text=told):
+                    continue
+                beside = " beside the message's text" if told else ""
             raise DataError(
-                f"{conversation.row}, message {calls[0]}: calls tools, which the chat template leaves out; give"
+                f"{conversation.row}, message {place}: calls tools, which the chat template leaves out{beside}; give"
                 " tokenizer.chat_template one that writes tool_calls, or take the calls out of the data"
             )
+
+    def _writes_calls(self, conversation: Conversation, *, beside_text: bool) -> bool:
+        key = f"{beside_text} {sorted(conversation.template_options.items())!r}"
+        if key not in self._written:
+            call = {"id": "call_0", "type": "function", "function": {"name": _PROBE_CALL, "arguments": {}}}
+            reply = {"role": "assistant", "content": _REPLY if beside_text else "", "tool_calls": [call]}
+            try:
+                text: str = self._apply(conversation, [{"role": "user", "content": _PROBE}, reply], tokenize=False)
+            except Exception:  # noqa: BLE001  # a template that needs more than a question
+                self._written[key] = True
+            else:
+                self._written[key] = _PROBE_CALL in text
+        return self._written[key]
 
     def by_marks(
         self, conversation: Conversation, learned: Sequence[bool]
