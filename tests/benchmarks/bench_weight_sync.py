@@ -148,9 +148,9 @@ async def lead(args: argparse.Namespace, parts: Any) -> list[dict[str, float]]:
         )
 
         def next_version() -> Any:
-            commands.send(SnapshotCommand(run_id=parts.run.run_id))
-            parts.run.step_done += 1
-            return publication.snapshotter.capture(parts.run.step_done)
+            commands.send(SnapshotCommand(run_id=parts.own.state.run_id))
+            parts.own.state.step_done += 1
+            return publication.snapshotter.capture(parts.own.state.step_done)
 
         def settle() -> None:
             change(parts.learner.model, args.changed)
@@ -165,7 +165,10 @@ async def lead(args: argparse.Namespace, parts: Any) -> list[dict[str, float]]:
             report = await publication.publisher.publish(version, captured)
             published_s = time.perf_counter()
             done = await hub.activate_version(
-                run_id=parts.run.run_id, version=version, policy=ActivationPolicy(args.policy), prepare_deadline_s=300.0
+                run_id=parts.own.state.run_id,
+                version=version,
+                policy=ActivationPolicy(args.policy),
+                prepare_deadline_s=300.0,
             )
             ended_s = time.perf_counter()
             if applied := [engine.applied for engine in done.engines if engine.applied is not None]:

@@ -233,9 +233,8 @@ class ManyRuns:
         run_id = run.state.run_id
         made = self.trainings[run_id] = RunTraining(
             self.learner,
-            run.state,
+            run,
             queue,
-            run.checkpointer,
             RunVersions(
                 capture=lambda version: adapter_state(self.learner.model),  # type: ignore[arg-type, return-value] # nobody looks at it
                 publish=lambda version, captured, _: self.publishing.publish(run_id, version, captured),

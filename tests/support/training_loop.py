@@ -27,6 +27,7 @@ from meshrl.models.state import gather_state
 from meshrl.trainer.loop import TrainerLoop
 from meshrl.trainer.publishing.publisher import PublishReport
 from meshrl.trainer.ranks.commands import CommandSender
+from meshrl.trainer.ranks.rank_runs import RankRun
 from meshrl.trainer.run_training import RunTraining, RunVersions
 from meshrl.trainer.runs.steps import StepBook
 from meshrl.trainer.runs.table import RunTable
@@ -120,9 +121,9 @@ class Running:
         self.error: BaseException | None = None
         commands = CommandSender(trained.learner.parallel)
         training = RunTraining(
-            *trained,
+            trained.learner,
+            RankRun(state=trained.run, checkpointer=self.checkpointer),
             self.queue,
-            self.checkpointer,
             RunVersions(
                 capture=lambda version: gather_state(trained.model),
                 publish=self.hub.publish,

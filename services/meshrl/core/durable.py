@@ -33,7 +33,6 @@ def append(descriptor: int, content: bytes) -> None:
 
 
 def write_at(descriptor: int, content: memoryview, offset: int) -> None:
-
     while content:  # a disk that fills up takes a part first, and then refuses
         written = os.pwrite(descriptor, content, offset)
         offset, content = offset + written, content[written:]

@@ -14,7 +14,6 @@ GPU_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 
 
 def may_have_gpu(environ: Mapping[str, str]) -> bool:
-
     return environ.get(VISIBLE_GPUS) not in ("", "-1") and any(driver.exists() for driver in GPU_DRIVERS)
 
 

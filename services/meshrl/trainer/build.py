@@ -18,13 +18,13 @@ from meshrl.models.load import ModelError, load_tokenizer, resolve_dtype
 from meshrl.models.logprobs import PackedPolicy
 from meshrl.trainer.config import TrainerConfig
 from meshrl.trainer.objectives import build_objective
+from meshrl.trainer.ranks.rank_runs import RankRun
 from meshrl.training.bench.config import BenchConfig
 from meshrl.training.bench.fake_data import fake_batch
-from meshrl.training.checkpoints.checkpointer import Checkpointer, CheckpointError
+from meshrl.training.checkpoints.checkpointer import CheckpointError
 from meshrl.training.learner import Learner
 from meshrl.training.model_config import CompileConfig
 from meshrl.training.parallel.rank_group import RankGroup
-from meshrl.training.run_state import RunState
 from meshrl.training.start import join_group, load_run, open_checkpoints
 from meshrl.wire.types import RoutedShape
 
@@ -32,8 +32,7 @@ from meshrl.wire.types import RoutedShape
 @dataclass(frozen=True, kw_only=True)
 class TrainerParts:
     learner: Learner
-    run: RunState
-    checkpointer: Checkpointer
+    own: RankRun
     compute_dtype: torch.dtype
     parallel: RankGroup
     lifeline: Lifeline
@@ -104,8 +103,7 @@ def build_parts(config: TrainerConfig, environment: Mapping[str, str]) -> Traine
         raise ConfigError(str(error)) from error
     return TrainerParts(
         learner=learner,
-        run=run,
-        checkpointer=checkpointer,
+        own=RankRun(state=run, checkpointer=checkpointer),
         compute_dtype=resolve_dtype(config.model),
         parallel=parallel,
         lifeline=lifeline,

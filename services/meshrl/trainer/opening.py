@@ -90,7 +90,6 @@ class RunOpener:
     def open_own(
         self,
         decided: Future[PublicationSettings],
-        run: RankRun,
         queue: TrainingQueue,
         settings: RunSettings,
         environment: Mapping[str, str],
@@ -98,7 +97,7 @@ class RunOpener:
         """Opens the first run, once `decided` has how versions leave."""
         opened = open_publication(decided, self._options, self._parts, self._commands, self._hub, environment)
         self._decided = decided.result()
-        return self._open(run, queue, settings, self._decided, *opened, own=True)
+        return self._open(self._parts.own, queue, settings, self._decided, *opened, own=True)
 
     def open(self, run: RankRun, queue: TrainingQueue, settings: RunSettings, epoch: int) -> OpenRun:
         """Opens a run beside it, whose versions leave as adapters."""
@@ -125,9 +124,8 @@ class RunOpener:
 
         training = RunTraining(
             self._parts.learner,
-            run.state,
+            run,
             queue,
-            run.checkpointer,
             RunVersions(
                 capture=publication.snapshotter.capture,
                 publish=publish,

@@ -31,7 +31,7 @@ from meshrl.trainer.opening import RunOpener
 from meshrl.trainer.publishing.build import PublishOptions, decide
 from meshrl.trainer.publishing.publisher import next_epoch
 from meshrl.trainer.ranks.commands import CommandSender
-from meshrl.trainer.ranks.rank_runs import RankRun, RunMaker
+from meshrl.trainer.ranks.rank_runs import RunMaker
 from meshrl.trainer.ranks.thread import TrainingThread
 from meshrl.trainer.ranks.worker import RankWorker
 from meshrl.trainer.runs.discovery import Discovery
@@ -63,7 +63,7 @@ def run_rank(config: TrainerConfig, rank: int) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         RankWorker(  # until rank 0 sends StopCommand
             parts.learner,
-            RankRun(state=parts.run, checkpointer=parts.checkpointer),
+            parts.own,
             maker=run_maker(parts.learner, config.model, config.output_dir, config.run_hooks),
             publish_dtype=parts.compute_dtype,
             release=parts.release,
@@ -85,8 +85,8 @@ async def serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer
         book = StepBook(
             run_id=config.run_id,
             epoch=epoch,
-            start_step=parts.run.step_done,
-            durable_step=parts.run.step_done,  # above 0 only when it came from a checkpoint
+            start_step=parts.own.state.step_done,
+            durable_step=parts.own.state.step_done,  # above 0 only when it came from a checkpoint
             max_queued=config.max_queued_batches,
             max_steps=config.max_steps,
             history_events=config.history_events,
@@ -128,10 +128,10 @@ async def serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer
             commands, loop = CommandSender(parts.parallel), asyncio.get_running_loop()
             decided = asyncio.run_coroutine_threadsafe(decide(options, parts, hub, epoch, waits), loop)
             opener = RunOpener(parts, options, commands, hub, tracer, waits, max_failed_steps=config.max_failed_steps)
-            own, settings = RankRun(state=parts.run, checkpointer=parts.checkpointer), config.own_run
+            settings = config.own_run
             with start_of(tracer).phase("engines"):
                 opened = await unless_stopped(
-                    stop, thread.call(lambda: opener.open_own(decided, own, table.own, settings, os.environ))
+                    stop, thread.call(lambda: opener.open_own(decided, table.own, settings, os.environ))
                 )
             quantum = config.seq_len * plan.dp_size if config.max_concurrent_runs > 1 else None
             training_loop = TrainerLoop(
@@ -150,7 +150,7 @@ async def serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer
                     training_loop,
                     maker,
                     commands,
-                    own,
+                    parts.own,
                     settings,
                     max_runs=config.max_concurrent_runs,
                     room_bytes=room_for_adapters(config.max_adapters_gib, learner.device),
@@ -173,7 +173,7 @@ async def serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer
                 say_ready(tracer)
                 logger.info(
                     "trainer: run {!r} at version {} (epoch {}) on {} rank(s) ({}), serving TrainerService at {}",
-                    config.run_id, parts.run.step_done, epoch, plan.world_size, plan.layout, address,
+                    config.run_id, parts.own.state.step_done, epoch, plan.world_size, plan.layout, address,
                 )  # fmt: skip
                 return await _until_drained(table, server, trained, stop, deadline_s=config.drain_deadline_s)
             finally:

@@ -23,13 +23,13 @@ from meshrl.trainer.metrics import rollout_logprobs, step_metrics
 from meshrl.trainer.publishing.publisher import PublishReport
 from meshrl.trainer.ranks.batch_step import BatchStep, Outcome, pass_slices
 from meshrl.trainer.ranks.commands import CommandSender, PassCommand, SaveCommand, SnapshotCommand, TrainCommand
+from meshrl.trainer.ranks.rank_runs import RankRun
 from meshrl.trainer.runs.steps import Done, SaveRequest, TrainingQueue
 from meshrl.trainer.spans import TrainSpan
-from meshrl.training.checkpoints.checkpointer import Checkpointer, CheckpointError
+from meshrl.training.checkpoints.checkpointer import CheckpointError
 from meshrl.training.config import CheckpointConfig
 from meshrl.training.joined_rows import kinds
 from meshrl.training.learner import Learner, StepError, StepResult, UpdateError
-from meshrl.training.run_state import RunState
 from meshrl.training.step_metrics import DeviceUse
 from meshrl.versions.progress import Progress
 from meshrl.versions.snapshot import Captured
@@ -74,9 +74,8 @@ class RunTraining:
     def __init__(
         self,
         learner: Learner,
-        state: RunState,
+        run: RankRun,
         queue: TrainingQueue,
-        checkpointer: Checkpointer,
         versions: RunVersions,
         commands: CommandSender,
         tracer: trace.Tracer,
@@ -87,7 +86,7 @@ class RunTraining:
         waits: Waits | None = None,
         release: Callable[[], None] = lambda: None,
     ) -> None:
-        self.state, self.checkpointer, self.own, self.queue = state, checkpointer, own, queue
+        self.state, self.checkpointer, self.own, self.queue = run.state, run.checkpointer, own, queue
         self._learner, self._versions = learner, versions
         self._commands, self._tracer, self._waits = commands, tracer, waits or Waits()
         self._ckpt = ckpt
@@ -101,9 +100,9 @@ class RunTraining:
         self._publishing: Future[PublishReport] | None = None
         self._publish: Callable[[], None] | None = None  # starts the publication under way once more
         self._stalled = False
-        self._published_step = state.step_done  # the last one whose publication began
+        self._published_step = run.state.step_done  # the last one whose publication began
         self._save_ckpt_s = 0.0  # since the last DONE
-        self._saved_step = state.step_done  # a step that is on disk, or needs no checkpoint
+        self._saved_step = run.state.step_done  # a step that is on disk, or needs no checkpoint
         self._use = DeviceUse(learner)
 
     # --- what the loop asks ---------------------------------------------------------------------

@@ -104,7 +104,6 @@ def _longest_reply(values: ReadTable) -> object:
 
 
 def at(values: object, *names: str) -> object:
-
     for name in names:
         values = values.get(name) if isinstance(values, Mapping) else None
     return values

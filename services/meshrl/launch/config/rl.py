@@ -214,7 +214,6 @@ class RLConfig(BaseConfig):
 
     @property
     def feeds_own_run(self) -> bool:
-
         return bool(self.orchestrator.train.env) or not self.takes_runs
 
     @property
@@ -225,7 +224,6 @@ class RLConfig(BaseConfig):
 
     @property
     def takes_runs(self) -> bool:
-
         return bool(self.runs) or self.trainer.max_concurrent_runs > 1
 
     def _orchestrated(self) -> Iterator[tuple[tuple[str, ...], EnvConfig]]:
@@ -259,7 +257,6 @@ class RLConfig(BaseConfig):
 
     @property
     def gpu_demand(self) -> GpuDemand:
-
         given, engines = self._given_gpus(), 0
         if self.inference is not None:
             engines = self.engine_count * self.inference.gpus_per_engine() if given is None else given

@@ -195,10 +195,8 @@ class WorkerFleet:
         hold = worker.hold() if worker is not None and worker.usable else None
         if worker is None or hold is None or not hold.culprit.environment or hold.seconds < LEFT_AFTER_S:
             return
-        name, ready = (
-            hold.culprit.environment,
-            standby is not None and standby.worker is not None and standby.worker.usable,
-        )
+        name = hold.culprit.environment
+        ready = standby is not None and standby.worker is not None and standby.worker.usable
         if standby is not None and ready and name in self._shared_names and len(self._shared_names) > 1:
             logger.info("worker {} takes the place of worker {}", standby.number, place.number)
             self._shared[self._shared.index(place)], self._standby = standby, None

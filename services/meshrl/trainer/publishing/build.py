@@ -171,7 +171,7 @@ def open_publication(
         host = store_host(decided.transport, options.broadcast.host, environment, one_host=parallel.plan.on_one_host)
         store = open_store(host, deadline_s=STORE_DEADLINE_S)
         decided = replace(decided, store_address=address_of(host, store.port))
-    return open_run(decided, options, parts, parts.run, commands, client, store)
+    return open_run(decided, options, parts, parts.own.state, commands, client, store)
 
 
 def settings_of_added(own: PublicationSettings, *, epoch: int, folder: Path) -> PublicationSettings:
