@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Coroutine, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, TypeVar
 
 from loguru import logger
@@ -62,7 +62,20 @@ async def first_of(
     return tasks
 
 
-async def set_within(event: asyncio.Event, deadline_s: float) -> bool:
+@asynccontextmanager
+async def beside(*works: Coroutine[None, None, object]) -> AsyncIterator[None]:
+    """Runs `works` while the block runs, then cancels them and waits for their clean-up. Their errors end nothing."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def set_within(event: asyncio.Event, deadline_s: float | None) -> bool:
+    """None waits for ever."""
     if event.is_set():
         return True
     try:

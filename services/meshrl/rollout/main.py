@@ -21,7 +21,7 @@ from meshrl.core.rpc.serve import GrpcServer
 from meshrl.core.telemetry.exposition import registry_of
 from meshrl.core.telemetry.start import start_of
 from meshrl.core.telemetry.waits import waits_of
-from meshrl.core.waiting import stop_or_first
+from meshrl.core.waiting import beside, stop_or_first
 from meshrl.environments.plugins import NAMESAKES
 from meshrl.prime_rl import PrimeRLKeys
 from meshrl.rollout.config import RolloutConfig
@@ -71,9 +71,8 @@ async def serve(config: RolloutConfig, stop: asyncio.Event, tracer: Tracer) -> i
             serving = _listen(server, port, runner, stop, config.drain_deadline_s, tracer)
         waits_of(tracer).count(runner.waits)
         freeze_loaded()
-        reporting = asyncio.create_task(runner.report_waits())
-        stack.callback(reporting.cancel)
-        await serving
+        async with beside(runner.report_waits()):
+            await serving
     return 0
 
 

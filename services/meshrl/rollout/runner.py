@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from loguru import logger
 
 from meshrl.core.telemetry.waits import CountedWait
+from meshrl.core.waiting import set_within
 from meshrl.rollout.engines.capacity import EpisodeSizes, RolloutLimit
 from meshrl.rollout.engines.engine_table import Requirement
 from meshrl.rollout.engines.logprobs_mode import reshaping
@@ -161,11 +162,7 @@ class RolloutRunner:
         """Admits no more groups, gives running ones `grace_s` seconds (None: any number), then cancels them. Returns
         the number of cancelled rollouts."""
         self._table.draining = True
-        try:
-            async with asyncio.timeout(grace_s):
-                await self._idle.wait()
-        except TimeoutError:  # the grace is over: what still runs is cancelled below
-            pass
+        await set_within(self._idle, grace_s)
         if stopped := self.cancel():
             logger.warning("drain: {} rollouts were cancelled after {:g} s", stopped, grace_s)
         if self._tasks:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import Protocol
 
 from loguru import logger
 
 from meshrl.client import ChannelOptions, RolloutClient
 from meshrl.core.clock import Clock
-from meshrl.core.waiting import Pulse, first_of, set_within
+from meshrl.core.waiting import Pulse, beside, first_of, set_within
 from meshrl.sampling.groups import GroupTicket
 from meshrl.sampling.hosts import GroupPlace, HostState, HostTable, RolloutHost, differing
 from meshrl.sampling.retry import RunError, failed
@@ -203,16 +203,9 @@ class RolloutPool:
 
     # --- watching -----------------------------------------------------------------------------------
 
-    @asynccontextmanager
-    async def watching(self) -> AsyncIterator[None]:
+    def watching(self) -> AbstractAsyncContextManager[None]:
         """A loss moves its groups, a return is used."""
-        watchers = [asyncio.create_task(self._watch(host)) for host in self.table.hosts]
-        try:
-            yield
-        finally:
-            for watcher in watchers:
-                watcher.cancel()
-            await asyncio.gather(*watchers, return_exceptions=True)
+        return beside(*(self._watch(host) for host in self.table.hosts))
 
     async def _watch(self, host: RolloutHost) -> None:
         while True:

@@ -8,6 +8,7 @@ from meshrl.core.waiting import (
     InFlight,
     Pulse,
     StoppedError,
+    beside,
     first_of,
     next_within,
     set_within,
@@ -93,6 +94,25 @@ async def test_the_first_of_several_coroutines_ends_the_others():
     assert isinstance(first.exception(), ValueError)
     assert second.cancelled()
     assert cleaned == [True]
+
+
+async def test_work_beside_a_block_ends_with_it_and_is_waited_for():
+    told = []
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            told.append("cleaned up")
+
+    async def broken() -> None:
+        raise ValueError("it ends nothing")
+
+    async with beside(work(), broken()):
+        await asyncio.sleep(0)
+        assert told == []
+    assert told == ["cleaned up"]
 
 
 async def test_an_event_is_waited_for_until_a_deadline():

@@ -18,6 +18,7 @@ from meshrl.client.credentials import CredentialError, CredentialFiles, Revocati
 from meshrl.client.names import MEMBER_URI
 from meshrl.client.trust import Role
 from meshrl.core.config.base import ConfigError
+from meshrl.core.waiting import beside
 
 LOOK_S = 1.0
 """Between looks at the server's certificate."""
@@ -92,13 +93,8 @@ async def kept_fresh(context: ssl.SSLContext | None, environ: Mapping[str, str] 
     if context is None or files.cert is None or files.key is None:
         yield
         return
-    looking = asyncio.create_task(_look(context, files))
-    try:
+    async with beside(_look(context, files)):
         yield
-    finally:
-        looking.cancel()
-        with suppress(asyncio.CancelledError):
-            await looking
 
 
 async def _look(context: ssl.SSLContext, files: CredentialFiles) -> None:

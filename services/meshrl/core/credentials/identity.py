@@ -34,6 +34,7 @@ from meshrl.core.config.base import ConfigError
 from meshrl.core.config.shared import ServerConfig, TlsConfig
 from meshrl.core.paths import Layout
 from meshrl.core.program import ProgramConfig
+from meshrl.core.waiting import beside
 from meshrl.wire.errors import MeshError
 
 if TYPE_CHECKING:  # takes long to import
@@ -83,12 +84,8 @@ async def kept_valid(
     if files.cert is None:
         yield
         return
-    keeping = asyncio.create_task(_keep(files, authority, role, name, hosts))
-    try:
+    async with beside(_keep(files, authority, role, name, hosts)):
         yield
-    finally:
-        keeping.cancel()
-        await asyncio.wait({keeping})
 
 
 async def _keep(

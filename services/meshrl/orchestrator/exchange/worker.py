@@ -17,6 +17,7 @@ from typing import Generic, TypeVar
 from google.protobuf.timestamp_pb2 import Timestamp
 from loguru import logger
 
+from meshrl.core.waiting import set_within
 from meshrl.orchestrator.exchange.config import ExchangeConfig
 from meshrl.v1 import exchange_pb2 as pb
 from meshrl.v1 import rollout_pb2
@@ -325,9 +326,6 @@ class DialedInWorker:
     async def _next(self, call: OpenCall[pb.CallEvent | MeshError], end_s: float) -> pb.CallEvent | MeshError:
         while not call.waiting:
             call.news.clear()
-            try:
-                async with asyncio.timeout(max(0.0, end_s - time.monotonic())):
-                    await call.news.wait()
-            except TimeoutError:
-                raise MeshError(Reason.DEADLINE_PASSED, f"{self.address} did not end the group in time") from None
+            if not await set_within(call.news, max(0.0, end_s - time.monotonic())):
+                raise MeshError(Reason.DEADLINE_PASSED, f"{self.address} did not end the group in time")
         return call.waiting[0]

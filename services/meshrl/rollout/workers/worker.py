@@ -29,6 +29,7 @@ from meshrl.core.program import raise_open_file_limit
 from meshrl.core.telemetry.exposition import observed, registry_of
 from meshrl.core.telemetry.tracing import setup_tracing
 from meshrl.core.telemetry.waits import waits_of
+from meshrl.core.waiting import beside
 from meshrl.rollout.engines.capacity import RolloutLimit
 from meshrl.rollout.engines.connect import connect_servers
 from meshrl.rollout.groups import Admissions
@@ -161,10 +162,9 @@ async def _serve(settings: WorkerSettings, link: socket.socket, reports: socket.
         freeze_loaded()
         _limit_memory(settings.max_memory_mib)
         calls.begin(runner)
-        for job in (asyncio.create_task(waiting), asyncio.create_task(calls.report())):
-            stack.callback(job.cancel)
-        await left
-        await runner.drain(0.0)
+        async with beside(waiting, calls.report()):
+            await left
+            await runner.drain(0.0)
 
 
 def _limit_memory(max_memory_mib: int) -> None:
