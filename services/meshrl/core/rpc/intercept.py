@@ -125,18 +125,15 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
     def shut_out(self) -> None:
         """Ends the calls of revoked callers."""
         for task, caller in list(self._callers.items()):
-            why = (
-                self._guard.why_not(caller, standing=True)
-                if self._guard is not None and task not in self._shut_out
-                else None
-            )
-            if why is not None:
-                logger.warning("ending a call of {}: {}", caller, why.message)
-                self._shut_out[task] = why
-                if (
-                    task not in self._sending
-                ):  # which ends by itself; cancelled there, gRPC would tell the caller nothing
-                    task.cancel()
+            if self._guard is None or task in self._shut_out:
+                continue
+            why = self._guard.why_not(caller, standing=True)
+            if why is None:
+                continue
+            logger.warning("ending a call of {}: {}", caller, why.message)
+            self._shut_out[task] = why
+            if task not in self._sending:  # else it ends by itself; cancelled there, gRPC would tell the caller nothing
+                task.cancel()
 
     @contextmanager
     def _sending_from(self) -> Iterator[None]:

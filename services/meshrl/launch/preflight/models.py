@@ -16,6 +16,9 @@ REPOSITORY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 WHOLE = ("model.safetensors", "pytorch_model.bin")
+_NO_SAFETENSORS = (OSError, ValueError, KeyError, TypeError, IndexError, MemoryError, OverflowError)
+"""What reading the header of another file raises."""
+
 ADVICE = "give a folder with a Hugging Face model, or a name on the Hugging Face hub"
 
 
@@ -66,15 +69,7 @@ def stored_size(folder: Path) -> ModelSize | None:
             tensors = [tensor for name, tensor in header.items() if name != "__metadata__"]
             num_params += sum(math.prod(tensor["shape"]) for tensor in tensors)
             num_bytes += sum(tensor["data_offsets"][1] - tensor["data_offsets"][0] for tensor in tensors)
-        except (
-            OSError,
-            ValueError,
-            KeyError,
-            TypeError,
-            IndexError,
-            MemoryError,
-            OverflowError,
-        ):  # no safetensors file
+        except _NO_SAFETENSORS:
             return None
     return ModelSize(num_params=num_params, num_bytes=num_bytes) if num_params else None
 
