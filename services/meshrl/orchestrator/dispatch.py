@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import math
 import uuid
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from loguru import logger
 from opentelemetry import trace
@@ -20,6 +21,7 @@ from meshrl.algorithms.recipes.base import sampled_tokens
 from meshrl.client.backoff import Backoff
 from meshrl.core.clock import Clock
 from meshrl.core.config.schema import flag
+from meshrl.core.metrics.statistics import MovingMean
 from meshrl.orchestrator.run import Run
 from meshrl.orchestrator.teachers.scorer import RolloutScorer
 from meshrl.orchestrator.work.screening import DropReason
@@ -38,7 +40,7 @@ WAIT_S = (0.02, 2.0)
 
 REMEMBERED_TASKS = 65_536
 REMEMBERED_GROUPS = 32
-"""Each group moves its environment's mean by one part in so many."""
+"""In the mean of an environment."""
 
 
 class Dispatcher:
@@ -159,7 +161,7 @@ class LengthEstimates:
 
     def __init__(self) -> None:
         self._of_task: OrderedDict[TaskRef, float] = OrderedDict()
-        self._of_environment: dict[str, tuple[float, int]] = {}  # mean, groups seen
+        self._of_environment: defaultdict[str, MovingMean] = defaultdict(partial(MovingMean, REMEMBERED_GROUPS))
 
     def observe(self, group: RolloutGroup) -> None:
         if not group.rollouts:
@@ -169,13 +171,12 @@ class LengthEstimates:
         self._of_task.move_to_end(task)
         if len(self._of_task) > REMEMBERED_TASKS:
             self._of_task.popitem(last=False)
-        mean, seen = self._of_environment.get(task.environment, (length, 0))
-        weight = 1 / min(seen + 1, REMEMBERED_GROUPS)
-        self._of_environment[task.environment] = (mean + weight * (length - mean), seen + 1)
+        self._of_environment[task.environment].add(length)
 
     def expected(self, task: TaskRef) -> float:
         """Of the longest rollout of the task's next group; 0 if unknown."""
-        return self._of_task.get(task, self._of_environment.get(task.environment, (0.0, 0))[0])
+        known = self._of_task.get(task)
+        return self._of_environment[task.environment].value or 0.0 if known is None else known
 
     def longest_first(self, tickets: Iterable[GroupTicket]) -> list[GroupTicket]:
         """By the step that they are for, within it the longest first, else as they came."""

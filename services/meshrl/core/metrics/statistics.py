@@ -1,4 +1,4 @@
-"""Statistics of many values under one metric's name."""
+"""Statistics of many values."""
 
 from __future__ import annotations
 
@@ -6,6 +6,21 @@ from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
+
+
+class MovingMean:
+    """Of the values so far, until they are `remembered`; then each moves it by one part in so many."""
+
+    def __init__(self, remembered: int) -> None:
+        self.value: float | None = None
+        """None before the first."""
+        self._remembered = remembered
+        self._seen = 0
+
+    def add(self, value: float) -> None:
+        self._seen += 1
+        before = value if self.value is None else self.value
+        self.value = before + (value - before) / min(self._seen, self._remembered)
 
 
 def distribution(name: str, values: Iterable[float], statistics: str) -> dict[str, float]:

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from meshrl.core.metrics.statistics import MovingMean
 from meshrl.v1 import rollout_pb2 as pb
 from meshrl.wire.types import Rollout
 
@@ -35,7 +36,7 @@ LEAST_ROOM, AFTER_PREEMPTION, GROWTH = 1 / 4, 0.9, 1.05
 engine without a queue."""
 
 REMEMBERED = 64
-"""Each finished rollout moves the averages by one part in so many."""
+"""Finished rollouts, in the averages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,18 +145,18 @@ class RolloutLimit:
         self.rollouts = UNKNOWN_SLOTS if fixed is None else fixed
         self.follows_engines = fixed is None
         self.reason = "no engine has answered yet" if fixed is None else "as configured"
-        self.held_tokens: float | None = None
-        """Of a rollout's KV cache, on average."""
-        self._time_in_calls = 1.0  # share of a rollout's time, on average
-        self._seen = 0
+        self._held_tokens = MovingMean(REMEMBERED)  # of a rollout's KV cache
+        self._time_in_calls = MovingMean(REMEMBERED)  # share of a rollout's time
 
     def take(self, sizes: EpisodeSizes) -> None:
-        self._seen += 1
-        weight = 1 / min(self._seen, REMEMBERED)
-        before = sizes.held_tokens if self.held_tokens is None else self.held_tokens
-        self.held_tokens = before + weight * (sizes.held_tokens - before)
+        self._held_tokens.add(sizes.held_tokens)
         if sizes.total_s > 0.0:
-            self._time_in_calls += weight * (min(1.0, sizes.calls_s / sizes.total_s) - self._time_in_calls)
+            self._time_in_calls.add(min(1.0, sizes.calls_s / sizes.total_s))
+
+    @property
+    def held_tokens(self) -> float | None:
+        """Of a rollout's KV cache, on average."""
+        return self._held_tokens.value
 
     def follow(self, engines: Collection[KnownEngine]) -> bool:
         """Counts the engines that are up; without any the limit stays. Returns whether it has changed."""
@@ -165,7 +166,8 @@ class RolloutLimit:
         held = [(engine, engine.room.sequences(engine.capacity, self.held_tokens)) for engine in engines]
         most = sum(number for _, number in held)
         said = sum(number for engine, number in held if engine.capacity != NOTHING_SAID)
-        time_in_calls = max(LEAST_TIME_IN_CALLS, self._time_in_calls)
+        share = self._time_in_calls.value
+        time_in_calls = 1.0 if share is None else max(LEAST_TIME_IN_CALLS, share)
         self.rollouts = math.ceil((most + SPARE * said) / time_in_calls)
         each = ", ".join(f"{engine.url} {_describe_hold(engine.capacity, number)}" for engine, number in held)
         self.reason = (

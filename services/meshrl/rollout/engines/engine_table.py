@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from meshrl.core.metrics.statistics import MovingMean
 from meshrl.rollout.engines.capacity import NOTHING_SAID, EngineCapacity, KvRoom
 from meshrl.rollout.engines.engine_rate import CallTiming, EngineRate, mean_rate
 from meshrl.rollout.engines.logprobs_mode import PROCESSED
@@ -24,7 +25,7 @@ REMEMBERED_GROUPS = 4096
 """The latest, whose prompts an engine is taken to have."""
 
 REMEMBERED_CALLS = 64
-"""Each answered call moves the mean of sampled tokens by one part in so many."""
+"""In the mean of sampled tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,8 +112,7 @@ class EngineTable:
         self.known_pools = {engine.pool for engine in self._engines.values()}
         """Also earlier ones: a pool whose engines are all away may get others."""
         self._calls = 0
-        self._answered = 0
-        self._sampled_tokens = 0.0  # of a call, on average
+        self._sampled_tokens = MovingMean(REMEMBERED_CALLS)  # of a call
 
     @property
     def listed(self) -> tuple[KnownEngine, ...]:
@@ -149,8 +149,7 @@ class EngineTable:
             engine.capacity, engine.runs = capacity, runs or {}
 
     def sampled(self, url: str, timing: CallTiming, tokens: int) -> None:
-        self._answered += 1
-        self._sampled_tokens += (tokens - self._sampled_tokens) / min(self._answered, REMEMBERED_CALLS)
+        self._sampled_tokens.add(tokens)
         if (engine := self._engines.get(url)) is not None:
             engine.rate.sampled(timing, tokens, self._clock())
 
@@ -209,7 +208,8 @@ class EngineTable:
         now_s, mean = self._clock(), mean_rate(engine.rate for engine in fitting)
         loads = {engine.url: (engine.in_flight + 1) / engine.rate.estimate(mean, now_s) for engine in fitting}
         least = min(loads.values(), default=1.0)
-        sampling, prefill = (self._sampled_tokens, PREFILL * prompt_tokens) if self._sampled_tokens else (1.0, 0.0)
+        mean_tokens = self._sampled_tokens.value
+        sampling, prefill = (mean_tokens, PREFILL * prompt_tokens) if mean_tokens else (1.0, 0.0)
 
         def cost(engine: KnownEngine) -> tuple[float, int]:
             prompt = 0.0 if group_id in engine.prompts else prefill
