@@ -44,20 +44,23 @@ class Quarantine:
 
     until_s: float = 0.0
     in_a_row: int = 0
-    times: int = 0
+    again: bool = False
+    """It has been left out since its last good group."""
+    lengths: Backoff = field(default_factory=lambda: Backoff(FIRST_QUARANTINE_S, LONGEST_QUARANTINE_S, jitter=0.0))
 
     def group_failed(self, now_s: float) -> float:
         """Returns for how long the service is left out, or 0. After a time in quarantine one such group is enough for
         the next."""
         self.in_a_row += 1
-        if self.until_s > now_s or self.in_a_row < (1 if self.times else QUARANTINED_AFTER):
+        if self.until_s > now_s or self.in_a_row < (1 if self.again else QUARANTINED_AFTER):
             return 0.0
-        lasts_s = min(FIRST_QUARANTINE_S * 2.0**self.times, LONGEST_QUARANTINE_S)
-        self.until_s, self.in_a_row, self.times = now_s + lasts_s, 0, self.times + 1
+        lasts_s = self.lengths.next_s()
+        self.until_s, self.in_a_row, self.again = now_s + lasts_s, 0, True
         return lasts_s
 
     def group_went_well(self) -> None:
-        self.in_a_row = self.times = 0
+        self.in_a_row, self.again = 0, False
+        self.lengths.reset()
 
 
 @dataclass
