@@ -122,9 +122,7 @@ def new_set(model: nn.Module, config: LoraConfig, *, device: torch.device) -> Ad
     )
 
 
-def add_set(model: nn.Module, config: LoraConfig, *, seed: int, device: torch.device) -> AdapterSet:
-    """A `new_set`, mounted, with its first values."""
-    adapter_set = new_set(model, config, device=device)
-    adapter_set.mount()
+def add_set(model: nn.Module, config: LoraConfig, *, seed: int, device: torch.device) -> None:
+    """Mounts a `new_set` with its first values."""
+    new_set(model, config, device=device).mount()
     reset_lora(model, seed)
-    return adapter_set

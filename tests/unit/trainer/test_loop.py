@@ -145,7 +145,8 @@ async def test_drain_finishes_what_is_queued(tmp_path: Path) -> None:
         trainer.queue.submit(batch(1), "a")
         trainer.queue.submit(replace(batch(2)), "b")
         async with asyncio.timeout(DEADLINE_S):
-            assert await trainer.queue.drain() == 2
+            await trainer.queue.drain()
+            assert trainer.queue.book.step == 2
 
 
 async def test_memory_is_given_back_after_each_step_before_its_version_is_published(tmp_path: Path) -> None:

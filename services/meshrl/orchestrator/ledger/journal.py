@@ -115,7 +115,7 @@ class Journal:
 
     async def batch(
         self, groups: Sequence[RolloutGroup], assembled: AssembledBatch, *, drawn: Mapping[str, int]
-    ) -> StepRecord:
+    ) -> None:
         """Returns when all of it is on disk. Raises RunError when it cannot be written."""
         step, rows = assembled.batch.step, assembled.batch.micro_batches
         before = self._records[step - 1].progress if step - 1 in self._records else self.starting_point.progress
@@ -145,7 +145,6 @@ class Journal:
             raise RunError(
                 f"ledger {self._layout.ledger} was not written within {FLUSH_DEADLINE_S:g} s; is its disk full or slow?"
             ) from None
-        return record
 
     def trained(self, step: int) -> None:
         self._ledger.train(step)

@@ -308,13 +308,11 @@ class TrainingQueue:
         self._changed.beat()
         return await asyncio.wrap_future(request.saved)
 
-    async def drain(self) -> int:
-        """Takes no more batches; returns the last finished step once the accepted ones are trained, unless the run is
-        suspended."""
+    async def drain(self) -> None:
+        """Takes no more batches; returns once the accepted ones are trained, unless the run is suspended."""
         self.book.draining = True
         while not (self.book.idle or self.closed or self.book.suspension):
             await self._changed.next()
-        return self.book.step
 
     def open(self) -> None:
         self.book.phase = RunPhase.ACTIVE
