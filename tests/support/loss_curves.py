@@ -106,7 +106,7 @@ def curve(settings: dict[str, Any], model: str, steps: int) -> dict[str, Any]:
         "loss": [result.loss for result in results],
         "grad_norm": [result.grad_norm for result in results],
         "zero_grad_ratio": [result.zero_grad_ratio for result in results],
-        "tokens": [len(result.tokens.losses) for result in results],
+        "tokens": [len(result.tokens.logprobs) for result in results],
         "weights": {name: float(tensor.double().norm()) for name, tensor in weights.items()},
     }
 

@@ -95,14 +95,12 @@ class RowTokens:
 class RowLoss:
     """A row's share of the objective; the shares of all rows of all ranks add up to it.
 
-    `total` is a scalar ready for backward, even when it is 0. The rest has no gradient. `per_token` (P,) is what each
-    token adds to the rl sum before its division by D, and `masked` bool (P,) which tokens the rl loss masked. `metrics`
-    holds scalars to add up over rows and ranks: "rl", "ce" and "ref_kl" (absent where the batch has no token of one)
-    and the rl loss's own (means over the rl tokens).
+    `total` is a scalar ready for backward, even when it is 0. The rest has no gradient. `masked`, bool (P,), has the
+    tokens that the rl loss masked. `metrics` holds scalars to add up over rows and ranks: "rl", "ce" and "ref_kl"
+    (absent where the batch has no token of one) and the rl loss's own (means over the rl tokens).
     """
 
     total: torch.Tensor
-    per_token: torch.Tensor
     masked: torch.Tensor
     metrics: Mapping[str, torch.Tensor]
 
@@ -123,7 +121,6 @@ def count(micro_batches: Iterable[MicroBatch]) -> BatchCounts:
 def objective_loss(objective: Objective, row: RowTokens, counts: BatchCounts) -> RowLoss:
     """`counts` are the whole batch's, not the row's."""
     total = row.logprobs[:0].sum()  # 0 with a graph: a rank whose row has no token still takes part in backward
-    per_token_P = torch.zeros_like(row.logprobs, requires_grad=False)
     masked_P = torch.zeros_like(row.rl_mask)
     metrics: dict[str, torch.Tensor] = {}
     terms: dict[str, torch.Tensor] = {}
@@ -131,7 +128,6 @@ def objective_loss(objective: Objective, row: RowTokens, counts: BatchCounts) ->
         at_N = _indexes(row.rl_mask) if row.rl_at is None else row.rl_at
         output, value_N = _rl_values(objective, row, at_N)
         terms["rl"] = value_N.sum() / objective.rl_divisor(counts)
-        per_token_P[at_N] = value_N.detach()
         masked_P[at_N] = output.masked
         metrics |= {name: values.detach().sum() / counts.rl_tokens for name, values in output.metrics.items()}
     if counts.ce_tokens > 0 and row.ce_weights is not None:
@@ -142,7 +138,7 @@ def objective_loss(objective: Objective, row: RowTokens, counts: BatchCounts) ->
     for name, term in terms.items():
         total = total + term
         metrics[name] = term.detach()
-    return RowLoss(total=total, per_token=per_token_P, masked=masked_P, metrics=metrics)
+    return RowLoss(total=total, masked=masked_P, metrics=metrics)
 
 
 def _rl_values(objective: Objective, row: RowTokens, at_N: torch.Tensor) -> tuple[LossOutput, torch.Tensor]:

@@ -497,7 +497,6 @@ def record_of(rows: Sequence[RowRecord]) -> TokenRecord:
         return array
 
     return TokenRecord(
-        losses=joined([row.loss.per_token for row in rows], torch.float32),
         logprobs=joined([row.tokens.logprobs for row in rows], torch.float32),
         inference_logprobs=joined([row.tokens.inference_logprobs for row in rows], torch.float32),
         entropies=joined([row.entropies for row in rows], torch.float32),

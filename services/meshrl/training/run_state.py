@@ -25,7 +25,6 @@ from meshrl.training.optim import Optimizer, build_optimizer
 class TokenRecord:
     """A pass's values of each of its N rl tokens, for metrics; all (N,), on the CPU."""
 
-    losses: NDArray[np.float32]  # weighted, not yet divided
     logprobs: NDArray[np.float32]
     inference_logprobs: NDArray[np.float32]
     entropies: NDArray[np.float32]

@@ -7,7 +7,6 @@ from meshrl.training.learner import StepResult, TokenRecord
 
 def result() -> StepResult:
     tokens = TokenRecord(
-        losses=np.array([1.0, 2.0, 3.0, 4.0], np.float32),
         logprobs=np.array([-1.0, -1.0, -2.0, -0.5], np.float32),
         inference_logprobs=np.array([-1.0, -2.0, -1.0, -0.5], np.float32),
         entropies=np.array([0.1, 0.2, 0.3, 0.4], np.float32),
