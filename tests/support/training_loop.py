@@ -48,7 +48,7 @@ STEP_TRACE = "00-1af7651916cd43dd8448eb211c80319c-c7ad6b7169203331-01"
 def build(**optim: str) -> Trained:
     return Trained.by(
         Learner(PackedPolicy(tiny_qwen3())),
-        Objective(loss=partial(aipo_loss, delta=4.0), name="aipo"),
+        Objective(loss=partial(aipo_loss, delta=4.0)),
         OptimConfig.model_validate({"lr": 1e-2, **optim}),
     )
 

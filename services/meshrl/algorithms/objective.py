@@ -60,7 +60,6 @@ class Objective:
     loss: Loss
     normaliser: Normaliser = Normaliser.TOKEN
     fixed_length: int | None = None  # tokens; with FIXED only
-    name: str = "default"
     ref_kl_tau: float = 1.0
     ref_kl_delta: float = 4.0
 

@@ -29,7 +29,7 @@ class TrainSample:
 
     token_ids: NDArray[np.int32]  # (T,)
     loss_mask: NDArray[np.bool_]  # (T,) tokens the policy sampled; the first of a sample has nothing to predict it
-    logprobs: NDArray[np.float32]  # (T,) when sampled; ignored where loss_mask is false, but for ref_kl_sampled
+    logprobs: NDArray[np.float32]  # (T,) when sampled; ignored where neither loss_mask nor ref_kl_weights has the token
     advantage: float = 1.0
     temperature: float = 1.0
     env_index: int = 0
@@ -42,7 +42,6 @@ class TrainSample:
     ref_top_ids: NDArray[np.int32] | None = None  # (T, K) candidates of ref_kl tokens, with ref_kl_weights; -1: none
     ref_top_logprobs: NDArray[np.float32] | None = None  # (T, K) with ref_top_ids
     routed_experts: Routes | None = None  # (T, L, K) experts that the tokens went through; None: unknown
-    ref_kl_sampled: bool = False  # the policy sampled the tokens of ref_kl, with `logprobs`, though they are none of rl
     group: str | None = None  # samples of one group may share their beginning; None shares with none
 
     @property
@@ -199,7 +198,7 @@ def _micro_batch(kept: Sequence[TrainSample], row: Sequence[Bundle], dp_rank: in
 
 def _has_logprobs(sample: TrainSample) -> NDArray[np.bool_]:
     """(T,), whether the objective reads a token's."""
-    if sample.ref_kl_weights is None or not sample.ref_kl_sampled:
+    if sample.ref_kl_weights is None:
         return sample.loss_mask
     known: NDArray[np.bool_] = sample.loss_mask | (sample.ref_kl_weights != 0)
     return known

@@ -109,7 +109,7 @@ def _run_bench(config: SFTConfig, bench: BenchConfig) -> None:
     from meshrl.training.bench.run import bench_program
 
     def objective() -> Objective:
-        return Objective(loss=cross_entropy_loss, name="cross_entropy")
+        return Objective(loss=cross_entropy_loss)
 
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     of_data = {

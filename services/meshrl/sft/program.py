@@ -74,7 +74,7 @@ def train(config: SFTConfig, signals: Sequence[str], parallel: RankGroup) -> Non
         learner, run, _ = load_run(
             config,
             parallel,
-            Objective(loss=cross_entropy_loss, name="cross_entropy"),
+            Objective(loss=cross_entropy_loss),
             row_tokens=config.data.row_tokens,
             seq_len=config.data.seq_len,
         )

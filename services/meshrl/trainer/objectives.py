@@ -41,7 +41,6 @@ def build_objective(config: LossConfig) -> Objective:
         loss=loss,
         normaliser=Normaliser(config.resolved_normaliser),
         fixed_length=config.fixed_length,
-        name=config.type if config.import_path is None else config.import_path,
         ref_kl_tau=config.ref_kl_tau,
         ref_kl_delta=config.ref_kl_delta,
     )

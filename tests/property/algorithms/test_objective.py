@@ -17,17 +17,15 @@ from meshrl.algorithms.packing import TrainSample, pack_samples
 CLIP = {"clip_low": 0.1, "clip_high": 0.2}
 DPPO = {"mask_low": 0.05, "mask_high": 0.05, "adv_tau": 1.0}
 OBJECTIVES = [
-    Objective(loss=functools.partial(losses.dppo_kl_loss, **DPPO, kl_tau=1e-3), name="default"),
-    Objective(loss=functools.partial(losses.dppo_kl_loss, **DPPO, kl_tau=0.0), name="dppo"),
-    Objective(loss=functools.partial(losses.aipo_loss, delta=1.1), name="aipo"),
-    Objective(loss=functools.partial(losses.grpo_loss, **CLIP), name="dapo"),
-    Objective(loss=functools.partial(losses.grpo_loss, **CLIP), normaliser=Normaliser.SEQUENCE, name="grpo"),
-    Objective(
-        loss=functools.partial(losses.grpo_loss, **CLIP), normaliser=Normaliser.FIXED, fixed_length=7, name="dr_grpo"
-    ),
-    Objective(loss=functools.partial(losses.gspo_loss, **CLIP), normaliser=Normaliser.SEQUENCE, name="gspo"),
-    Objective(loss=functools.partial(losses.cispo_loss, clip_high=0.2), name="cispo"),
-    Objective(loss=losses.load_custom_loss("custom_functions.importance_weighted", {}), name="custom"),
+    Objective(loss=functools.partial(losses.dppo_kl_loss, **DPPO, kl_tau=1e-3)),
+    Objective(loss=functools.partial(losses.dppo_kl_loss, **DPPO, kl_tau=0.0)),
+    Objective(loss=functools.partial(losses.aipo_loss, delta=1.1)),
+    Objective(loss=functools.partial(losses.grpo_loss, **CLIP)),
+    Objective(loss=functools.partial(losses.grpo_loss, **CLIP), normaliser=Normaliser.SEQUENCE),
+    Objective(loss=functools.partial(losses.grpo_loss, **CLIP), normaliser=Normaliser.FIXED, fixed_length=7),
+    Objective(loss=functools.partial(losses.gspo_loss, **CLIP), normaliser=Normaliser.SEQUENCE),
+    Objective(loss=functools.partial(losses.cispo_loss, clip_high=0.2)),
+    Objective(loss=losses.load_custom_loss("custom_functions.importance_weighted", {})),
 ]
 FIELDS = ("logp", "logq", "adv", "sampled", "rl_weights", "ce_weights", "ref_kl_weights", "ref")
 TERMS = ("rl", "ce", "ref_kl")
@@ -167,7 +165,7 @@ def test_order_rows_and_padding_do_not_change_objective_gradient_or_metrics(obje
 
 
 @quick
-@given(st.sampled_from([objective for objective in OBJECTIVES if objective.name != "default"]), seeds)
+@given(st.sampled_from(OBJECTIVES[1:]), seeds)  # the first has a KL term, which needs no advantage
 def test_tokens_without_advantage_contribute_nothing(objective: Objective, seed: int) -> None:
     rng = np.random.default_rng(seed)
     batch = [only("rl", draw_sequence(rng)) for _ in range(4)]

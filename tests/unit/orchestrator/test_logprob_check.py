@@ -39,7 +39,7 @@ def metrics_of_first_step(served: PreTrainedModel, trained: PreTrainedModel) -> 
     ]
     trainer = Trained.by(
         Learner(PackedPolicy(trained)),
-        Objective(loss=lambda *args, **kwargs: aipo_loss(*args, delta=4.0, **kwargs), name="aipo"),
+        Objective(loss=lambda *args, **kwargs: aipo_loss(*args, delta=4.0, **kwargs)),
         OptimConfig(lr=1e-2),
     )
     return step_metrics(trainer.step(pack_samples(samples, seq_len=64).micro_batches), ())

@@ -43,7 +43,6 @@ def taught(seed: int, top_k: int) -> TrainSample:
         ref_logprobs=reference_TV[range(9), token_ids].numpy().astype(np.float32),
         ref_top_ids=tops.indices.numpy().astype(np.int32),
         ref_top_logprobs=tops.values.numpy().astype(np.float32),
-        ref_kl_sampled=True,
         rollout_id=str(seed),
     )
 

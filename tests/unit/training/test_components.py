@@ -41,12 +41,13 @@ def sample(seed: int, *, rl: bool = True, **terms: bool) -> TrainSample:
     """Ten tokens: a prompt, tokens 2 to 5 sampled, tokens 6 to 9 observed."""
     rng = np.random.default_rng(seed)
     place = np.arange(10)
+    sampled = (place >= 2) & (place < 6)
     observed = np.where(place >= 6, rng.uniform(0.5, 2.0, 10), 0.0).astype(np.float32)
     everywhere = np.where(place >= 2, rng.uniform(0.5, 2.0, 10), 0.0).astype(np.float32)
     return TrainSample(
         token_ids=rng.integers(0, VOCAB, 10).astype(np.int32),
-        loss_mask=(place >= 2) & (place < 6) & rl,
-        logprobs=-rng.exponential(size=10).astype(np.float32),
+        loss_mask=sampled & rl,
+        logprobs=np.where(sampled, -rng.exponential(size=10), 0.0).astype(np.float32),
         advantage=float(rng.normal()),
         rollout_id=str(seed),
         rl_weights=rng.uniform(0.5, 2.0, 10).astype(np.float32) if terms.get("weighted") else None,
@@ -75,7 +76,7 @@ def expected(samples: list[TrainSample]) -> dict[str, float]:
                 sums["ce"] -= float(each.ce_weights[t]) * logp[t]
                 counts["ce"] += 1
             if each.ref_kl_weights is not None and each.ref_kl_weights[t]:
-                corrected = min(ratio, 3.0) if each.loss_mask[t] else 1.0
+                corrected = min(ratio, 3.0) if each.logprobs[t] else 1.0
                 distance = (logp[t] - float(each.ref_logprobs[t])) ** 2 / 2
                 sums["ref_kl"] += TAU * float(each.ref_kl_weights[t]) * corrected * distance
                 counts["ref_kl"] += 1

@@ -227,7 +227,6 @@ def _train_sample(
         ref_top_ids=streams.ref_top_ids,
         ref_top_logprobs=streams.ref_top_logprobs,
         routed_experts=sample.routed_experts,
-        ref_kl_sampled=True,
         group=group,
     )
     return whole.part(0, room)
