@@ -4,7 +4,10 @@ calls block and raise OSError."""
 from __future__ import annotations
 
 import errno
+import json
 import os
+import zlib
+from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
 
@@ -22,6 +25,11 @@ def write_file(path: Path, content: bytes | str, *, mode: int = 0o666) -> None:
         os.fsync(file.fileno())
     unfinished.replace(path)
     flush(path.parent)
+
+
+def json_checksum(values: Mapping[str, object]) -> int:
+    """Of JSON, whatever the order of its keys."""
+    return zlib.crc32(json.dumps(values, sort_keys=True).encode())
 
 
 def append(descriptor: int, content: bytes) -> None:

@@ -24,7 +24,7 @@ class Finding:
 class Plan:
     config: RLConfig
     parts: Sequence[Part]
-    """None if they could not be composed, which is a finding of its own."""
+    """Empty if they could not be composed, which is a finding of its own."""
 
     gpus: Sequence[str] = ()
     chosen_ports: Collection[int] = field(default_factory=frozenset)

@@ -4,14 +4,12 @@ ledger."""
 from __future__ import annotations
 
 import json
-import zlib
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
 from loguru import logger
 
-from meshrl.core.durable import write_file
+from meshrl.core.durable import json_checksum, write_file
 from meshrl.core.paths import Layout
 from meshrl.orchestrator.ledger.rows import StepRecord
 from meshrl.orchestrator.work.screening import RunTotals
@@ -30,7 +28,7 @@ def write_state(layout: Layout, record: StepRecord) -> None:
         state["algorithms"] = record.algorithms
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, json.dumps({**state, "crc32": _checksum(state)}))
+        write_file(path, json.dumps({**state, "crc32": json_checksum(state)}))
     except OSError as error:
         logger.warning(f"the orchestrator's part of checkpoint {record.step} was not written: {error}")
 
@@ -40,7 +38,7 @@ def read_state(layout: Layout, step: int) -> tuple[RunTotals, dict[str, int], di
     path = state_path(layout, step)
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
-        if state.pop("crc32") != _checksum(state):
+        if state.pop("crc32") != json_checksum(state):
             raise ValueError("it does not have the checksum it was written with")
         totals = RunTotals(tokens=state["tokens"], samples=state["samples"], problems=state["problems"])
         return totals, state["drawn"], state.get("algorithms", {})
@@ -51,7 +49,3 @@ def read_state(layout: Layout, step: int) -> tuple[RunTotals, dict[str, int], di
             f"{path}, which has the run's totals up to step {step}, is damaged ({error}); resume another step with"
             " --ckpt.resume-step, or delete that file: totals and tasks count from 0 then"
         ) from error
-
-
-def _checksum(state: Mapping[str, object]) -> int:
-    return zlib.crc32(json.dumps(state, sort_keys=True).encode())

@@ -24,17 +24,7 @@ class TrainingThread:
 
     def call(self, work: Callable[[], Result]) -> asyncio.Future[Result]:
         """Has the thread run `work` after earlier calls."""
-        done: Future[Result] = Future()
-
-        def run() -> None:
-            try:
-                result = work()
-            except BaseException as error:  # noqa: BLE001  # the event loop raises it where it waits for the call
-                done.set_exception(error)
-            else:
-                done.set_result(result)
-
-        done.set_running_or_notify_cancel()  # a caller that stops waiting does not stop the work
+        run, done = promised(work)
         self._calls.put(run)
         return asyncio.wrap_future(done)
 
@@ -43,3 +33,19 @@ class TrainingThread:
             call = self._calls.get()
             call()
             del call  # what it returned must not live until the next call
+
+
+def promised(work: Callable[[], Result]) -> tuple[Callable[[], None], Future[Result]]:
+    """A call of `work` for another thread, and its outcome. A caller that stops waiting does not stop the work."""
+    done: Future[Result] = Future()
+    done.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            result = work()
+        except BaseException as error:  # noqa: BLE001  # raised where the outcome is waited for
+            done.set_exception(error)
+        else:
+            done.set_result(result)
+
+    return run, done

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from meshrl.core.waiting import Pulse
+from meshrl.trainer.ranks.thread import promised
 from meshrl.trainer.runs.steps import StepBook, TrainingQueue, Work
 from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
 
@@ -75,17 +76,7 @@ class RunTable:
         before."""
         if self.own.closed:
             raise MeshError(Reason.DRAINING, "the trainer ends; ask the next one")
-        done: Future[Result] = Future()
-        done.set_running_or_notify_cancel()  # a caller that stops waiting does not stop the work
-
-        def run() -> None:
-            try:
-                result = work()
-            except Exception as error:  # noqa: BLE001  # the caller raises it
-                done.set_exception(error)
-            else:
-                done.set_result(result)
-
+        run, done = promised(work)
         self._calls.append((run, done))
         self.changed.beat()
         return await asyncio.wrap_future(done)

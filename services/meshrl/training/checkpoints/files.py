@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from meshrl.core.durable import flush, write_file
+from meshrl.core.durable import flush, json_checksum, write_file
 from meshrl.wire.saved_steps import step_folder, steps_in
 
 MANIFEST = "checkpoint.json"
@@ -49,7 +49,7 @@ class CheckpointContents:
 
     def write(self, folder: Path) -> None:
         values = {"format": FORMAT, **asdict(self)}
-        write_file(folder / MANIFEST, json.dumps({**values, CHECKSUM: _checksum(values)}, indent=1))
+        write_file(folder / MANIFEST, json.dumps({**values, CHECKSUM: json_checksum(values)}, indent=1))
 
     @classmethod
     def read(cls, folder: Path, *, step: int) -> CheckpointContents:
@@ -69,7 +69,7 @@ class CheckpointContents:
         try:
             values = json.loads(text)
             written_as, checksum = values.get("format"), values.pop(CHECKSUM, None)
-            if written_as == FORMAT and checksum is not None and checksum != _checksum(values):
+            if written_as == FORMAT and checksum is not None and checksum != json_checksum(values):
                 raise damaged(folder, f"{MANIFEST} does not have the checksum it was written with")
             if written_as == FORMAT:
                 del values["format"]
@@ -88,10 +88,6 @@ class CheckpointContents:
                 f"step_{manifest.step} back, or resume another step with ckpt.resume_step"
             )
         return manifest
-
-
-def _checksum(values: Mapping[str, object]) -> int:
-    return zlib.crc32(json.dumps(values, sort_keys=True).encode())
 
 
 def damaged(folder: Path, what: str) -> CheckpointError:
