@@ -10,7 +10,7 @@ import grpc.aio
 from loguru import logger
 
 from meshrl.client.credentials import Credentials
-from meshrl.core.rpc.guard import member
+from meshrl.core.rpc.guard import CALLER
 from meshrl.core.rpc.paging import page_of
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.orchestrator.exchange.config import ExchangeConfig
@@ -78,7 +78,7 @@ class RolloutExchange(pb_grpc.RolloutExchangeServicer):
         self, request_iterator: AsyncIterator[pb.AttachRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.AttachResponse]:
         messages = aiter(request_iterator)
-        worker, stream = self.attach(await _hello(messages), _owner(context))
+        worker, stream = self.attach(await _hello(messages), str(CALLER.get() or ""))
         reading = asyncio.create_task(_read(messages, worker, stream))
         try:
             while (answer := await stream.down.get()) is not None:
@@ -125,15 +125,3 @@ async def _read(messages: AsyncIterator[pb.AttachRequest], worker: DialedInWorke
     except Exception as error:  # noqa: BLE001  # the boundary: a defect is told to the worker, and logged
         logger.opt(exception=error).error(f"the stream of worker {worker.name!r} failed")
         stream.close(MeshError(Reason.INTERNAL, f"{type(error).__name__}: {error}"))
-
-
-def _owner(context: grpc.aio.ServicerContext) -> str:
-    shown = context.auth_context().get("x509_pem_cert", ())
-    if shown:
-        return str(member(bytes(shown[0])))
-    tokens: list[str] = [
-        str(value).removeprefix("Bearer ").partition(".")[0]
-        for key, value in context.invocation_metadata() or ()
-        if key == "authorization"
-    ]
-    return f"the token {tokens[0]}" if tokens else ""
