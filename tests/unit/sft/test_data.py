@@ -51,3 +51,11 @@ def test_a_byte_order_mark_before_a_list_is_passed_over(tmp_path: Path) -> None:
     path.write_text(json.dumps(rows, indent=1), encoding="utf-8-sig")
     (opened,) = open_parts(DataConfig(name=str(path))).values()
     assert [opened[index] for index in range(len(opened))] == rows
+
+
+@pytest.mark.parametrize("asked", [{"splits": ["train", "hard"]}, {"subset": "hard"}, {"subsets": ["easy", "hard"]}])
+def test_one_file_is_not_mixed_with_itself(write: Any, asked: dict[str, Any]) -> None:
+    config = write({"prompt": "p", "completion": "c"})
+    with pytest.raises(DataError, match=r"rows.jsonl' has no subsets or splits to choose or to mix; name a folder"):
+        open_parts(config.model_copy(update=asked))
+    assert list(open_parts(config.model_copy(update={"split": "validation"}))) == ["validation"]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from loguru import logger
 
 from meshrl.core.huggingface import ADVICE, NO_ANSWER, give_up_on_silence, told
 from meshrl.sft.data.config import DataConfig
@@ -114,6 +115,16 @@ def open_parts(config: DataConfig) -> dict[str, DataRows]:
     unreadable or empty."""
     parts = config.parts()
     subsets, splits = {subset for subset, _ in parts}, {split for _, split in parts}
+    path = Path(config.name)
+    saved, saved_splits = ((path / name).is_file() for name in SAVED)
+    whole = path.is_file() or saved
+    if (whole and len(parts) > 1) or ((whole or saved_splits) and subsets != {None}):
+        raise DataError(
+            f"data.name {config.name!r} has no subsets{' or splits' if whole else ''} to choose or to mix; name a"
+            " folder with SPLIT.jsonl, or SUBSET/SPLIT.jsonl, for each part"
+        )
+    if whole and splits != {"train"}:
+        logger.warning("{}: has no splits, so {!r} has all its rows", config.name, *splits)
     opened: dict[str, DataRows] = {}
     for subset, split in parts:
         if len(subsets) == len(parts) and subset is not None:
