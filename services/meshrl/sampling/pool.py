@@ -15,7 +15,7 @@ from meshrl.core.clock import Clock
 from meshrl.core.waiting import Pulse, beside, first_of, set_within
 from meshrl.sampling.groups import GroupTicket
 from meshrl.sampling.hosts import GroupPlace, HostState, HostTable, RolloutHost, differing
-from meshrl.sampling.retry import RunError, failed
+from meshrl.sampling.retry import RunError, failed, say_waiting
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import EnvironmentInfo, RolloutEvent, RolloutRequest, RolloutStatus
 
@@ -183,12 +183,7 @@ class RolloutPool:
         client, began_s = self.client(host), self._clock.now()
         host.since_s = began_s
         try:
-            await client.wait_until_serving(
-                deadline_s,
-                lambda why: logger.info(
-                    f"waiting for the rollout service at {host.address}, for up to {deadline_s:g} s: {why}"
-                ),
-            )
+            await client.wait_until_serving(deadline_s, say_waiting("rollout service", host.address, deadline_s))
         except MeshError as error:
             if error.reason is Reason.UNREACHABLE:
                 host.why = error.message

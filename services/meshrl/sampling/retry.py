@@ -6,6 +6,8 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+from loguru import logger
+
 from meshrl.client.backoff import AWAY_S, Backoff
 from meshrl.core.clock import Clock
 from meshrl.wire.errors import MeshError, Reason
@@ -74,6 +76,11 @@ async def persist(call: Callable[[], Awaitable[T]], patience: Patience, *, clock
             if wait_s is None:
                 raise
         await clock.sleep(wait_s)
+
+
+def say_waiting(service: str, address: str, deadline_s: float) -> Callable[[str], None]:
+    """Logs why a service does not serve yet, at its start."""
+    return lambda why: logger.info(f"waiting for the {service} at {address}, for up to {deadline_s:g} s: {why}")
 
 
 def failed(service: str, address: str, doing: str, error: MeshError) -> RunError:

@@ -20,7 +20,7 @@ from meshrl.orchestrator.config import EvalConfig, NewRunConfig, OrchestratorCon
 from meshrl.orchestrator.exchange.config import ExchangeConfig
 from meshrl.sampling.hosts import HostTable
 from meshrl.sampling.pool import RolloutPool
-from meshrl.sampling.retry import RunError, failed, first_cause
+from meshrl.sampling.retry import RunError, failed, first_cause, say_waiting
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import EnvironmentInfo, RunInfo, TrainerInfo
 
@@ -136,12 +136,7 @@ async def _wait_for_pool(
 async def _wait_for(name: str, client: ServiceClient, deadline_s: float, waits: Waits, program: str) -> None:
     try:
         with waits.waiting(program, f"the {name} to serve", (client.address, program)):
-            await client.wait_until_serving(
-                deadline_s,
-                lambda why: logger.info(
-                    f"waiting for the {name} at {client.address}, for up to {deadline_s:g} s: {why}"
-                ),
-            )
+            await client.wait_until_serving(deadline_s, say_waiting(name, client.address, deadline_s))
     except MeshError as error:
         raise failed(name, client.address, "starting", error) from error
 
