@@ -81,6 +81,7 @@ UNREADABLE = {
     "weights --engines URL": "URL stands for one",
     "meshrl conformance --address HOST:PORT --service 'rollout|trainer|weights'": "three commands in one",
     "meshrl conformance --service exchange": "the address is to follow",
+    "meshrl conformance --service exchange --address HOST:PORT": "HOST:PORT stands for an address",
     "rl --orchestrator.services.rollout HOST:PORT": "the rest of the command is the reader's",
     "eval --weights-dir": "an option without its value",
     "rl --show-rows 3": "refused by rl, as the page says",
