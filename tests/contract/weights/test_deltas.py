@@ -139,8 +139,7 @@ async def test_who_joins_fetches_an_anchor_and_one_delta_and_who_missed_versions
     assert (await way(client, 8, roots[8])).steps == ()
     assert (await way(client, 8, b"of another model")).steps == joining.steps
 
-    await mesh.kill_hub()  # what leads to a version outlives it
-    await mesh.start_hub()
+    await mesh.restart_hub()  # what leads to a version outlives it
     late = make_engine()
     mesh.start_agent("late", late)
     await mesh.until(lambda: late.version == 8)
@@ -217,8 +216,7 @@ async def test_a_publishers_files_stay_as_long_as_a_delta_leads_on_from_them(
         state = stepped(state, version)
         folders.append(sorted(path.name for path in (mesh.folder / "broadcasts").iterdir()))
         if version == 8:  # what a hub that restarts knows of them is on its disk
-            await mesh.kill_hub()
-            await mesh.start_hub()
+            await mesh.restart_hub()
     assert folders[5] == ["step_0"]
     assert "step_0" not in folders[9]
     assert folders[11] == ["step_6"]

@@ -160,8 +160,7 @@ async def test_a_hub_does_not_take_an_engine_from_another_that_is_there(
 async def test_a_hub_that_was_started_again_is_followed_on(mesh: Mesh, kept: Kept) -> None:
     async with calling(mesh, kept.url):
         await mesh.until_registered()
-        await mesh.kill_hub()
-        await mesh.start_hub()
+        await mesh.restart_hub()
         await mesh.until_registered()
         await mesh.publisher(Transport.STREAM).publish(1, make_state(1))
         await mesh.client().activate_version(run_id="run", version=1, prepare_deadline_s=DEADLINE_S)

@@ -288,7 +288,9 @@ async def test_sender_that_dies_in_the_middle_costs_one_version(mesh: Mesh, star
     restarted.die()
 
 
-async def test_damage_in_a_group_is_refused_and_the_copy_is_served(mesh: Mesh, start: Start) -> None:
+async def test_damage_in_a_group_is_refused_and_the_copy_is_served_after_a_restart_of_the_hub(
+    mesh: Mesh, start: Start
+) -> None:
     engine, trainer = await start("e0"), Trainer(mesh=mesh, transport=Transport.NCCL)
     await trainer.publish(0)
     await trainer.activate(0)
@@ -297,8 +299,13 @@ async def test_damage_in_a_group_is_refused_and_the_copy_is_served(mesh: Mesh, s
     assert mesh.hub.list_engines("")[0].last_fault.reason == Reason.DIGEST_MISMATCH.name
     assert await whole(engine, 0)
     await trainer.copy(1)
+    await mesh.restart_hub()
+    await mesh.until_registered()
+    late = await start("late")
     await trainer.activate(1)
-    assert await whole(engine, 1)
+    await mesh.until(lambda: late.version == 1)
+    for each in (engine, late):
+        assert await whole(each, 1)
     trainer.die()
 
 

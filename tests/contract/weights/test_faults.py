@@ -16,8 +16,17 @@ from meshrl.orchestrator.config import DeadlinesConfig
 from meshrl.orchestrator.peers.version_relay import VersionRelay
 from meshrl.sampling.retry import RunError
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.manifest import artifact_id
-from meshrl.wire.types import ActivationPolicy, AgentState, Chunk, Manifest, Transport, VersionState
+from meshrl.wire.manifest import artifact_id, build_manifest
+from meshrl.wire.types import (
+    ActivationPolicy,
+    AgentState,
+    Chunk,
+    CollectivePlan,
+    Manifest,
+    TensorEntry,
+    Transport,
+    VersionState,
+)  # fmt: skip
 from weight_mesh import MemoryEngine, Mesh, make_state
 
 
@@ -177,8 +186,7 @@ async def test_restarted_hub_replays_its_log_and_goes_forward(
     await publisher.publish(0, make_state(1))
     first = await mesh.activate(0)
     await publisher.publish(1, make_state(2))
-    await mesh.kill_hub()
-    await mesh.start_hub()
+    await mesh.restart_hub()
     states = {r.version: r.state for r in mesh.hub.coordinator.line("run").records.values()}
     assert states == {0: VersionState.COMMITTED, 1: VersionState.SEALED}
     assert await mesh.activate(0) == first
@@ -192,6 +200,49 @@ async def test_restarted_hub_replays_its_log_and_goes_forward(
     await publisher.publish(2, make_state(3))
     await mesh.activate(2)
     assert engine.holds(make_state(3))
+
+
+async def test_a_hub_killed_in_each_state_of_a_streamed_version_goes_on_with_it(
+    mesh: Mesh, engine: MemoryEngine
+) -> None:
+    publisher = mesh.publisher(Transport.STREAM)
+    client, staged = mesh.client(), asyncio.Event()
+    create = publisher.client.create_version
+
+    async def kill_when_staged(manifest: Manifest, chunks: Any = None, **more: Any) -> Any:
+        answer = await create(manifest, chunks, **more)
+        if not staged.is_set():
+            staged.set()
+            await mesh.restart_hub()
+        return answer
+
+    publisher.client.create_version = kill_when_staged
+    mesh.start_agent("e0", engine)
+    report = await publisher.publish(0, make_state(1))
+    assert staged.is_set()
+    await mesh.until(lambda: engine.shadow is not None)
+
+    await mesh.restart_hub()  # sealed
+    assert mesh.hub.coordinator.line("run").find(0).state is VersionState.SEALED
+    hang = asyncio.Event()
+
+    async def wait_for_it() -> None:
+        await hang.wait()
+
+    engine.before_apply = wait_for_it
+    await mesh.until_registered()
+    committing = asyncio.create_task(mesh.activate(0))
+    await mesh.until(lambda: "pause" in engine.history)
+
+    await mesh.restart_hub()  # decided, and being applied
+    assert mesh.hub.coordinator.line("run").find(0).state is VersionState.COMMITTING
+    hang.set()
+    activation = await client.activate_version(run_id="run", version=0, prepare_deadline_s=30.0)
+    await asyncio.wait({committing})
+    assert activation.version.state is VersionState.COMMITTED
+    assert engine.holds(make_state(1))
+    assert engine.root == report.root
+    assert engine.history.count("apply 0") == 1
 
 
 async def test_same_commit_twice_returns_the_first_answer(mesh: Mesh, engine: MemoryEngine) -> None:
@@ -324,8 +375,7 @@ async def test_upload_resumes_with_the_chunks_that_are_missing(mesh: Mesh, engin
     client = mesh.client()
     some = await client.create_version(manifest, pieces([chunks[4], chunks[1]]))
     assert some.missing_offsets == tuple(c.offset for i, c in enumerate(chunks) if i not in (1, 4))
-    await mesh.kill_hub()
-    await mesh.start_hub()  # what had arrived is found again
+    await mesh.restart_hub()  # what had arrived is found again
     client = mesh.client()
     rest = [c for i, c in enumerate(chunks) if i not in (1, 4)]
     assert (await client.create_version(manifest)).missing_offsets == some.missing_offsets
@@ -373,3 +423,22 @@ async def test_superseded_fetch_is_abandoned_for_the_newest_version(mesh: Mesh, 
     with pytest.raises(MeshError) as superseded:
         await mesh.activate(1)
     assert superseded.value.reason is Reason.VERSION_SUPERSEDED
+
+
+async def test_a_version_that_travels_in_a_group_has_no_bytes_at_the_hub(mesh: Mesh) -> None:
+    tensor = TensorEntry(name="w", dtype="float32", shape=(1,), offset=0, num_bytes=4, digest=bytes(16))
+    plan = CollectivePlan(num_senders=1, bucket_bytes=64)
+    manifest = build_manifest(
+        run_id="run", epoch=1, version=0, transport=Transport.NCCL, tensors=(tensor,), chunks=(), collective=plan
+    )
+    client = mesh.client()
+    staged = await client.create_version(manifest)
+    assert staged.missing_offsets == ()
+    await client.seal_version(run_id="run", epoch=1, version=0, artifact_id=staged.artifact_id)
+    assert await client.get_manifest(artifact_id=staged.artifact_id) == (manifest, staged.artifact_id)
+    with pytest.raises(MeshError, match="join the publisher's next group") as caught:
+        _ = [chunk async for chunk in client.fetch(staged.artifact_id)]
+    assert caught.value.reason is Reason.NOT_SUPPORTED
+    await client.abort_version(run_id="run", epoch=1, version=0, message="")
+    folder = mesh.folder / "weight_hub" / "artifacts"
+    await mesh.until(lambda: list(folder.iterdir()) == [])

@@ -118,8 +118,7 @@ async def test_hub_that_restarts_is_told_anew_and_numbers_from_before_count_for_
     mesh: Mesh, engine: MemoryEngine, serving: WeightSyncClient
 ) -> None:
     assert await counts(serving) == (1, 0)
-    await mesh.kill_hub()
-    await mesh.start_hub()
+    await mesh.restart_hub()
     await mesh.until_registered()
     assert (await listed(serving)).sleeping
     engine.in_flight = 1

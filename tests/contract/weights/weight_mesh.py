@@ -190,6 +190,10 @@ class Mesh:
         await self.hub.stop()
         self._server = None
 
+    async def restart_hub(self) -> None:
+        await self.kill_hub()
+        await self.start_hub()
+
     def client(self, **more: Any) -> WeightSyncClient:
         options = ChannelOptions(**{"unary_deadline_s": 10.0, "retry_attempts": 2, "retry_backoff_s": 0.05, **more})
         client = WeightSyncClient(f"127.0.0.1:{self.port}", options)
