@@ -1,6 +1,6 @@
-"""Trains models of several folders for no step and for one, and writes them; a program, alone or a torchrun rank.
+"""Trains models of several folders for no step and for one, and writes them; in a process alone, or as a torchrun rank.
 
-    python family_folders.py BASES RESULTS DEVICE FAMILY...
+    family_folders.py BASES RESULTS DEVICE FAMILY...
 
 BASES holds a folder for each family. Rank 0 leaves RESULTS/FAMILY with weights/step_0 and weights/step_1, the version
 that would be published before the first step in bfloat16 (published.safetensors), and result.json: how far logprobs in
@@ -78,9 +78,7 @@ def distance(policy: Any, base: Path, parallel: RankGroup) -> float:
     return float((found - expected).abs().max())
 
 
-def main() -> None:
-    bases, results, device, *families = sys.argv[1:]
-    warnings.simplefilter("ignore")
+def write(bases: str, results: str, device: str, *families: str) -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.set_num_threads(1)
@@ -97,6 +95,11 @@ def main() -> None:
         if parallel.plan.leads:
             (out / "result.json").write_text(json.dumps(found))
         gc.collect()
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    write(*sys.argv[1:])
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()

@@ -47,10 +47,9 @@ DIVIDED = (
 ALL = [family for family in dict.fromkeys((*SHOWN, *BIASED)) if family in FAMILIES]  # of the transformers installed
 ATOL_NATS = 1e-5
 GENERATION = b'{"eos_token_id": [1, 2], "temperature": 0.6, "top_p": 0.9}'  # which save_pretrained would refuse
-ON_TWO = (forked_ranks.__file__, "2")
-LAYOUTS = {"one process": ((), "cpu", ALL), "two ranks": (ON_TWO, "cpu", DIVIDED)}
+LAYOUTS = {"one process": (1, "cpu", ALL), "two ranks": (2, "cpu", DIVIDED)}
 if torch.cuda.is_available():
-    LAYOUTS["one GPU"] = ((), "cuda", ALL)
+    LAYOUTS["one GPU"] = (1, "cuda", ALL)
 CELLS = [(family, layout) for layout, (_, _, families) in LAYOUTS.items() for family in families]
 
 
@@ -73,9 +72,13 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def written(bases: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The results of each layout, by its name."""
     results = {name: tmp_path_factory.mktemp(name.replace(" ", "_")) for name in LAYOUTS}
-    for name, (launcher, device, families) in LAYOUTS.items():
+    for name, (ranks, device, families) in LAYOUTS.items():
+        arguments = [str(bases), str(results[name]), device, *families]
+        if ranks == 1:
+            family_folders.write(*arguments)
+            continue
         done = subprocess.run(
-            [sys.executable, *launcher, family_folders.__file__, str(bases), str(results[name]), device, *families],
+            [sys.executable, forked_ranks.__file__, str(ranks), family_folders.__file__, *arguments],
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
             capture_output=True, text=True, timeout=600,
         )  # fmt: skip
