@@ -28,6 +28,7 @@ from plain_model import logits_of
 
 PROMPTS = ([1, 2, 3], [1 + index % 63 for index in range(400)])
 SLOTS = 2
+ROUTED = {"enable_return_routed_experts": True}
 FAULTY = {"embedded": "minimax_m2", "vllm": "mixtral"}
 LENGTH = 300
 WELL = 1e-3  # nats
@@ -51,7 +52,7 @@ def mixture(start_mesh: Start, fault: Path) -> Start:
     def start(engine: str, family: str) -> EngineMesh:
         if (engine, family) == ("vllm", "minimax_m2") and not torch.cuda.is_available():
             pytest.skip("vLLM 0.32 computes no sigmoid routers on a CPU")
-        more = {"router_dtype": "float32"} if engine == "vllm" else {}
+        more = {"router_dtype": "float32"} if engine == "vllm" else ROUTED
         with pytest.MonkeyPatch.context() as patch:
             if can_be_faulty(engine, family):
                 patch.setenv(stale_engine.FAULT, str(fault))
@@ -78,10 +79,12 @@ def stale_mesh(mixture: Start, engine: str) -> EngineMesh:
 
 
 @pytest.fixture(scope="module", params=["embedded", "vllm"])
-def routed_mesh(request: pytest.FixtureRequest, start_mesh: Start) -> EngineMesh:
-    if request.param == "vllm" and not torch.cuda.is_available():
+def routed_mesh(request: pytest.FixtureRequest, mixture: Start, start_mesh: Start) -> EngineMesh:
+    if request.param == "embedded":
+        return mixture("embedded", "minimax_m2")
+    if not torch.cuda.is_available():
         pytest.skip("vLLM reports routes by its second model runner, which needs Triton, and so a GPU")
-    return start_mesh(request.param, family="qwen3_moe", enable_return_routed_experts=True)
+    return start_mesh("vllm", family="qwen3_moe", **ROUTED)
 
 
 async def check_served(mesh: EngineMesh) -> None:
@@ -96,7 +99,7 @@ async def check_served(mesh: EngineMesh) -> None:
 @pytest.mark.parametrize(
     ("engine", "family"),
     [
-        ("embedded", "minimax_m2"),  # qwen3_moe is that of `routed_mesh`
+        ("embedded", "minimax_m2"),  # qwen3_moe is in tests/contract/trainer/test_transports.py
         *(("vllm", family) for family in ("qwen3_moe", "mixtral", "minimax_m2")),
     ],
 )
