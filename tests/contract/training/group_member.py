@@ -1,6 +1,6 @@
 """A rank for the tests of the agent: meets the others over gloo, then lives until rank 0 is told to end.
 
-Arguments: a folder for its pid; "early" makes rank 1 fail before it meets the others; "idle" has rank 0 wait for longer
+Arguments: a folder for its pid; "early" makes rank 1 fail before it meets the others. Rank 0 waits first, for longer
 than a collective may take.
 """
 
@@ -21,24 +21,24 @@ with loading():
     from meshrl.core.orphans import Lifeline
     from meshrl.training.parallel.rank_group import RankGroup
 
+TIMEOUT_S = 4
+
 
 def main(folder: Path, mode: str) -> None:
     if mode == "early" and os.environ["RANK"] == "1":
         sys.exit("rank 1 has a problem")
-    if mode == "idle":
-        from meshrl.trainer.ranks.commands import CommandSender  # it imports transformers, which takes seconds
+    from meshrl.trainer.ranks.commands import CommandSender  # it imports transformers, which takes seconds
 
-        dist.init_process_group("gloo")  # the ranks meet, however long that takes on a busy machine
-    group = RankGroup.start(os.environ, device=torch.device("cpu"), timeout_s=4 if mode == "idle" else 60)
+    dist.init_process_group("gloo")  # the ranks meet, however long that takes on a busy machine
+    group = RankGroup.start(os.environ, device=torch.device("cpu"), timeout_s=TIMEOUT_S)
     lifeline = Lifeline.tie(group, os.environ)
     told: list[int] = []
     signal.signal(signal.SIGTERM, lambda signum, frame: told.append(signum))
     (folder / f"{group.rank}.pid").write_text(str(os.getpid()))
-    if mode == "idle" and group.rank == 0:
+    if group.rank == 0:
         future: Future[None] = Future()
-        threading.Timer(6, future.set_result, [None]).start()
+        threading.Timer(1.5 * TIMEOUT_S, future.set_result, [None]).start()
         CommandSender(group, heartbeat_s=0.5).wait(future)
-        told.append(0)
     while group.broadcast((b"stop" if told else b"go") if group.rank == 0 else None) != b"stop":
         time.sleep(0.02)
     group.barrier()
