@@ -11,8 +11,11 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from meshrl.core.torch_environment import VISIBLE_GPUS
+from meshrl.launch.compose import Part
 from meshrl.launch.preflight.findings import Finding, Plan, error, warning
 from meshrl.machine.fitness import open_files
+from meshrl.orchestrator.config import OrchestratorConfig
+from meshrl.weights.config import WeightsConfig
 
 WANDB_URL = "https://api.wandb.ai"
 
@@ -22,22 +25,32 @@ def check_ports(plan: Plan) -> Iterator[Finding]:
     if plan.folder_in_use:
         return
     owners: dict[tuple[str, int], str] = {}
-    for part in plan.parts:
-        server = getattr(part.config, "server", None)
-        if server is None or not server.port or server.port in plan.chosen_ports:
+    for part, name, host, port in ((part, *listens) for part in plan.parts for listens in _ports(part)):
+        if not port or port in plan.chosen_ports:
             continue
-        key = f"{part.name}.server.port {server.port}"
-        is_elsewhere = server.host in plan.elsewhere
-        place = (server.host if is_elsewhere else "here", server.port)  # all addresses of this machine are one place
+        key = f"{part.name}.{name} {port}"
+        is_elsewhere = host in plan.elsewhere
+        place = (host if is_elsewhere else "here", port)  # all addresses of this machine are one place
         if place in owners:
             yield error(f"{key} is given to {owners[place]} as well; give each program a port of its own")
             continue
         owners[place] = part.name
         if is_elsewhere:
             continue
-        problem = why_not_free(server.host, server.port)
+        problem = why_not_free(host, port)
         if problem is not None:
-            yield error(f"{key} cannot be used at {server.host} ({problem}); stop what listens there, or leave it out")
+            yield error(f"{key} cannot be used at {host} ({problem}); stop what listens there, or leave it out")
+
+
+def _ports(part: Part) -> Iterator[tuple[str, str, int | None]]:
+    """Key, host and port of each server that listens at a configured one."""
+    server = getattr(part.config, "server", None)
+    if server is not None:
+        yield "server.port", server.host, server.port
+    if isinstance(part.config, WeightsConfig):
+        yield "enrollment_port", part.config.server.host, part.config.enrollment_port
+    if isinstance(part.config, OrchestratorConfig) and part.config.exchange is not None:
+        yield "exchange.port", part.config.exchange.host, part.config.exchange.port
 
 
 def check_gpus(plan: Plan) -> Iterator[Finding]:

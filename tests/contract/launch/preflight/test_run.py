@@ -276,11 +276,12 @@ def test_vllm_must_be_in_the_interpreter_that_runs_it(tmp_path: Path) -> None:
 def test_ports_must_be_free_and_given_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        [busy] = found(machine.check_ports, plan("--trainer.server.port", port))
-        assert busy == (
-            f"error: trainer.server.port {port} cannot be used at 127.0.0.1 (another process listens there); stop what"
-            " listens there, or leave it out"
-        )
+        for key in ("trainer.server.port", "weights.enrollment_port", "orchestrator.exchange.port"):
+            [busy] = found(machine.check_ports, plan(f"--{key}", port))
+            assert busy == (
+                f"error: {key} {port} cannot be used at 127.0.0.1 (another process listens there); stop what"
+                " listens there, or leave it out"
+            )
     assert found(machine.check_ports, plan("--trainer.server.port", port)) == []
     twice = found(machine.check_ports, plan("--trainer.server.port", port, "--rollout.server.port", port))
     assert twice == [
