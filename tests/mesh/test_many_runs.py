@@ -20,6 +20,7 @@ from click.testing import CliRunner
 from ledger_audit import audit
 from mesh_run import MESH_TOML, PACED, Run, check_kill, of_orchestrator
 from meshrl.cli.main import main
+from meshrl.client.authority import Authority
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(600)]
 
@@ -64,6 +65,7 @@ def test_the_command_of_the_example_trains_its_three_runs(model_dir: Path, tmp_p
     page = (ROOT / "configs" / "three_runs" / "README.md").read_text()
     command = shlex.split(next(line for line in page.splitlines() if line.startswith("uv run rl ")))
     out = tmp_path / "out"
+    Authority.create(out / "credentials", "main")  # as `meshrl run init` does
     small = ["--max-steps", "2", "--output-dir", str(out), "--model.name", str(model_dir)]
     for run in range(3):
         small += [f"--runs.{run}.batch-size", "16", f"--runs.{run}.eval.num-examples", "8"]

@@ -262,6 +262,15 @@ async def test_a_program_on_the_authoritys_host_renews_its_certificate_in_time(
     assert renew_in_s(files.cert) > 15.9 * 3600
 
 
+def test_the_orchestrator_of_a_run_in_a_mesh_has_a_certificate_of_the_meshs_authority(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("MESHRL_TLS_")}
+    monkeypatch.setattr(os, "environ", environ)
+    identify(TlsConfig(), authority.folder.parent / "run_letters", Role.ORCHESTRATOR, "h-1")
+    assert CredentialFiles.from_environ(environ).cert == (authority.folder / "orchestrator-h-1" / "cert.pem").resolve()
+
+
 async def test_an_engine_on_the_authoritys_host_has_a_certificate_for_where_it_is_published(
     authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:

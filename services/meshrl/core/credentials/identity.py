@@ -56,8 +56,10 @@ def identify(tls: TlsConfig, output_dir: Path, role: Role, name: str, hosts: Seq
     os.environ.update(given.variables())
     if tls.names == "hosts":
         os.environ[NAMES_VARIABLE] = "hosts"
+    folder = Layout(output_dir).credentials
     try:
-        folder = Layout(output_dir).credentials
+        if role is Role.ORCHESTRATOR and output_dir.name.startswith("run_") and not os.path.exists(folder):
+            folder = Layout(output_dir.resolve().parent).credentials  # of a run in a mesh, whose folder is above
         named = any(os.environ.get(PREFIX + key) for key in ("FOLDER", "CA", "CERT", "KEY", "TOKEN", "TRUST"))
         if named or not os.path.exists(folder / "ca.key"):
             default_credentials()
