@@ -25,7 +25,7 @@ def check_ports(plan: Plan) -> Iterator[Finding]:
     if plan.folder_in_use:
         return
     owners: dict[tuple[str, int], str] = {}
-    for part, name, host, port in ((part, *listens) for part in plan.parts for listens in _ports(part)):
+    for part, name, host, port in ((each, *server) for each in plan.parts for server in _ports(each)):
         if not port or port in plan.chosen_ports:
             continue
         key = f"{part.name}.{name} {port}"
