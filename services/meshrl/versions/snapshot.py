@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -139,28 +138,25 @@ def whole_snapshot(state: Mapping[str, torch.Tensor], reuse: torch.Tensor | None
     return take_snapshot(plan, state, 0, torch.device("cpu"), reuse=reuse)
 
 
-S = TypeVar("S")
-
-
-class HeldSnapshot(Generic[S]):
+class HeldSnapshot:
     """The newest snapshot of a rank, between its training and its publishing thread."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._version = -1
-        self._snapshot: S | None = None
+        self._snapshot: Snapshot | None = None
 
-    def put(self, version: int, snapshot: S) -> None:
+    def put(self, version: int, snapshot: Snapshot) -> None:
         with self._changed:
             self._version, self._snapshot = version, snapshot
             self._changed.notify_all()
 
-    def drop(self) -> S | None:
+    def drop(self) -> Snapshot | None:
         with self._changed:
             snapshot, self._snapshot = self._snapshot, None
             return snapshot
 
-    def get(self, version: int, *, deadline_s: float) -> S:
+    def get(self, version: int, *, deadline_s: float) -> Snapshot:
         """Waits for the snapshot of a version. Raises MeshError VERSION_SUPERSEDED or DEADLINE_PASSED."""
         with self._changed:
             found = self._changed.wait_for(

@@ -16,7 +16,7 @@ from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.models.state import hf_state
 from meshrl.versions.transports import broadcast
 from meshrl.versions.transports.base import Answer
-from meshrl.versions.transports.rows import SetBase
+from meshrl.versions.transports.shares import SetBase
 from meshrl.versions.uploads import Peers, Uploader
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Manifest, Transport, VersionKind, capabilities

@@ -275,10 +275,10 @@ async def test_copy_under_way_over_several_ranks_ends_when_the_next_version_come
     async with WeightSyncClient(hub) as client:
         ranks = TwoRanks(weights, client, run_id="main", bucket_bytes=2**22, deadline_s=DEADLINE_S)
         await ranks.publish(0, weights)
-        assert ranks.transport._manifest is not None
+        assert ranks.transport._made is not None
         assert ranks.transport._late is not None
         ranks.transport._late.cancel()  # it finds no engine that lacks the version
-        ranks.transport._late = asyncio.create_task(ranks.transport._copy(ranks.transport._manifest))
+        ranks.transport._late = asyncio.create_task(ranks.transport._copy(ranks.transport._made.manifest))
         assert await asyncio.to_thread(copying.wait, 30.0)
         async with asyncio.timeout(20.0):
             await ranks.publish(1, weights)

@@ -7,10 +7,11 @@ import time
 from dataclasses import dataclass
 
 import pytest
+import torch
 
 from meshrl.versions.collective.communicator import open_store, reach_store
 from meshrl.versions.progress import Progress
-from meshrl.versions.snapshot import HeldSnapshot
+from meshrl.versions.snapshot import HeldSnapshot, whole_snapshot
 from meshrl.versions.transports import rank_calls
 from meshrl.versions.transports.base import Answer, PublishCall
 from meshrl.versions.transports.rank_calls import RankCalls, RankCallThread
@@ -89,12 +90,13 @@ def test_rank_that_does_not_answer_costs_the_deadline_and_no_more() -> None:
 
 
 def test_snapshot_is_waited_for_and_a_newer_one_replaces_it() -> None:
-    held: HeldSnapshot[str] = HeldSnapshot()
-    threading.Timer(0.1, held.put, (1, "one")).start()
-    assert held.get(1, deadline_s=5.0) == "one"
-    held.put(2, "two")
+    held = HeldSnapshot()
+    one, two = (whole_snapshot({"w": torch.zeros(1)}) for _ in range(2))
+    threading.Timer(0.1, held.put, (1, one)).start()
+    assert held.get(1, deadline_s=5.0) is one
+    held.put(2, two)
     with pytest.raises(MeshError, match="already has version 2"):
         held.get(1, deadline_s=5.0)
-    assert held.drop() == "two"
+    assert held.drop() is two
     with pytest.raises(MeshError, match=r"no version 2 after 0\.1 s"):
         held.get(2, deadline_s=0.1)

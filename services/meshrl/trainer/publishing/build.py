@@ -49,7 +49,7 @@ from meshrl.versions.snapshot import Captured
 from meshrl.versions.sources import LinkLimits
 from meshrl.versions.transports.base import VersionLine, VersionTransport
 from meshrl.versions.transports.broadcast import BroadcastShare, BroadcastTransport
-from meshrl.versions.transports.filesystem import DELTAS_FROM_BYTES, FilesystemTransport
+from meshrl.versions.transports.filesystem import FilesystemTransport
 from meshrl.versions.transports.rank_calls import RankCalls
 from meshrl.versions.transports.stream import StreamShare, StreamTransport
 from meshrl.wire.errors import MeshError
@@ -58,6 +58,7 @@ from meshrl.wire.types import EngineInfo, Transport
 
 LOCALHOST = "127.0.0.1"
 MAX_THREADS = 8  # of one rank for files: memory is no faster with more
+DELTAS_FROM_BYTES = 64 * 2**20  # a smaller version is brought sooner in full than compared, unless through the hub
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,9 +245,13 @@ def _transport(
     if senders > 1:
         calls_store = reach_store(settings.store_address, deadline_s=STORE_DEADLINE_S)
     calls = RankCalls(share, calls_store, num_ranks=senders)
+    num_bytes, has_deltas = snapshotter.plan.num_bytes, broadcast.deltas == "auto" and adapter is None
+    if has_deltas and not isinstance(share, StreamShare) and num_bytes < DELTAS_FROM_BYTES:
+        logger.info("versions leave in full: {} bytes are brought sooner than compared", num_bytes)
+        has_deltas = False
     shared: dict[str, Any] = {
         "chunk_bytes": settings.chunk_bytes,
-        "anchor_every": broadcast.anchor_every if broadcast.deltas == "auto" and adapter is None else None,
+        "anchor_every": broadcast.anchor_every if has_deltas else None,
     }
     if not isinstance(share, BroadcastShare):
         rows = {
@@ -257,8 +262,6 @@ def _transport(
         }
         if isinstance(share, StreamShare):
             return StreamTransport(line, calls, share, **rows)
-        return FilesystemTransport(line, calls, share, deltas_from=DELTAS_FROM_BYTES, **rows)
+        return FilesystemTransport(line, calls, share, **rows)
     assert store is not None, "the engines meet the trainer at its store"
-    return BroadcastTransport(
-        line, calls, share, snapshotter.plan, client, store, deltas_from=DELTAS_FROM_BYTES, **shared
-    )
+    return BroadcastTransport(line, calls, share, snapshotter.plan, client, store, **shared)

@@ -7,7 +7,7 @@ it. Ranks that share the work get a `PublishCall`, which their `RankShare` carri
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -80,10 +80,14 @@ class VersionLine:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Prepared:
-    """A version to stage: its manifest and, where the bytes go through the hub, the byte stream; seconds by part."""
+    """A version to stage: its manifest and, where the bytes go through the hub, the byte stream; seconds by part.
+
+    `in_full` describes a delta as if it had left in full; it is the manifest of any other version.
+    """
 
     manifest: Manifest
-    parts_s: Mapping[str, float]
+    in_full: Manifest
+    parts_s: Mapping[str, float] = field(default_factory=dict)
     buffer: NDArray[np.uint8] | None = None
 
 

@@ -13,13 +13,11 @@ made only while an engine lacks the version.
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -33,14 +31,12 @@ from meshrl.versions.collective.broadcasting import Receiver, Sender
 from meshrl.versions.collective.communicator import reach_store
 from meshrl.versions.collective.plan import PublishPlan
 from meshrl.versions.collective.scatter import have_offered, scatter_offers
-from meshrl.versions.deltas.base_rows import BaseRows
 from meshrl.versions.deltas.codec import write_stream
 from meshrl.versions.deltas.rule import DeltaRule
-from meshrl.versions.progress import Progress
-from meshrl.versions.snapshot import Captured, HeldSnapshot, HostCopies, SideStream, Snapshot
+from meshrl.versions.snapshot import Captured, Snapshot
 from meshrl.versions.transports.base import Answer, Prepared, PublishCall, VersionCall, VersionLine
 from meshrl.versions.transports.rank_calls import RankCalls
-from meshrl.versions.transports.rows import EncodeRows, SetBase, digested, encoded, pays
+from meshrl.versions.transports.shares import EncodeRows, SenderShare, SetBase, digested, pays
 from meshrl.versions.uploads import TODAY, Peers, Uploader
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import DEFAULT_CHUNK_BYTES, chunks_of, delta_manifest, digest
@@ -83,63 +79,49 @@ class CopyVersion(VersionCall):
     deadline_s: float
 
 
-class BroadcastShare:
-    """One sender rank's share. The training thread puts the newest snapshot into `held`."""
-
-    calls = (MeetEngines, EncodeRows, SendVersion, SetBase, CopyVersion)
+class BroadcastShare(SenderShare):
+    calls = (*SenderShare.calls, MeetEngines, SendVersion, CopyVersion)
 
     def __init__(
         self, *, sender: int, device: torch.device, store_address: str, backend: str, deadline_s: float,
         plan: PublishPlan, num_threads: int = 1,
     ) -> None:  # fmt: skip
-        """`deadline_s`: how long a broadcast may stand still, and this rank's training may lag behind rank 0's."""
-        self.held: HeldSnapshot[Snapshot] = HeldSnapshot()
-        self.progress = Progress()
-        self.store_address, self.backend, self.deadline_s = store_address, backend, deadline_s
+        """`deadline_s`: also how long a broadcast may stand still."""
+        super().__init__(deadline_s=deadline_s, num_threads=num_threads)
+        self.store_address, self.backend = store_address, backend
         self.may_scatter = True
         self._plan = plan
         self._sender, self._device = sender, device
         self._store: Store | None = None
         self._group: Sender | None = None
-        self._host_copies, self._side = HostCopies(), SideStream()
-        self._base = BaseRows(ThreadPoolExecutor(num_threads, thread_name_prefix="version-rows"), self.progress)
         self._delta: tuple[int, Bytes] | None = None  # that was encoded last: its version, and its byte stream
-        self._lock = threading.Lock()
-        self._reading = False
 
-    def carry_out(self, call: MeetEngines | EncodeRows | SendVersion | SetBase | CopyVersion) -> Answer:
-        if isinstance(call, MeetEngines):
-            self.leave()
-            plan = self._plan if self.may_scatter else None
-            self._group = self._meet(
-                self.backend, self._device, call.generation, call.num_receivers, call.deadline_s, plan
-            )
-            return {}
-        with self._snapshot(call.version) as snapshot:
-            match call:
-                case EncodeRows():
-                    with self._side.reading(snapshot):
-                        return self._encode(snapshot, call)
-                case SetBase():
-                    with self._side.reading(snapshot):
-                        self._base.keep(snapshot, call.version)
-                case CopyVersion():
-                    rows = torch.from_numpy(self._host_copies.bytes_of(snapshot))
-                    to_rank_0 = self._meet("gloo", CPU, call.generation, 1, call.deadline_s)
-                    try:
-                        to_rank_0.send(replace(snapshot, flat=rows), stall_s=self.deadline_s, moved=self.progress.moved)
-                    finally:
-                        to_rank_0.abort()
-                case _:
-                    self._send(snapshot, call)
+    def carry_out(self, call: Any) -> Answer:
+        if not isinstance(call, MeetEngines):
+            return super().carry_out(call)
+        self.leave()
+        plan = self._plan if self.may_scatter else None
+        self._group = self._meet(self.backend, self._device, call.generation, call.num_receivers, call.deadline_s, plan)
         return {}
 
     def _encode(self, snapshot: Snapshot, call: EncodeRows) -> Answer:
-        answer, stream = encoded(self._base, snapshot, call), write_stream(self._base.pieces)
+        answer, stream = super()._encode(snapshot, call), write_stream(self.base.pieces)
         self._delta = (call.version, stream)
         return {**answer, "stream": {"length": str(len(stream)), "digest": digest(stream.data).hex()}}
 
-    def _send(self, snapshot: Snapshot, call: SendVersion) -> None:
+    def _send(self, snapshot: Snapshot, call: SendVersion | CopyVersion) -> Answer:
+        if isinstance(call, SendVersion):
+            self._send_to_group(snapshot, call)
+            return {}
+        rows = torch.from_numpy(self._host_copies.bytes_of(snapshot))
+        to_rank_0 = self._meet("gloo", CPU, call.generation, 1, call.deadline_s)
+        try:
+            to_rank_0.send(replace(snapshot, flat=rows), stall_s=self.deadline_s, moved=self.progress.moved)
+        finally:
+            to_rank_0.abort()
+        return {}
+
+    def _send_to_group(self, snapshot: Snapshot, call: SendVersion) -> None:
         group = self._group
         if group is None:
             raise MeshError(Reason.GROUP_BROKEN, "this sender has left the group")
@@ -166,11 +148,9 @@ class BroadcastShare:
         if group is not None:
             group.abort()
 
-    def release_snapshot(self) -> torch.Tensor | None:
-        """As `RowShare.release_snapshot`."""
-        snapshot = self.held.drop()
-        with self._lock:
-            return self._base.free_buffer(None if self._reading else snapshot)
+    def close(self) -> None:
+        self.leave()
+        super().close()
 
     @property
     def scatters(self) -> bool:
@@ -196,17 +176,6 @@ class BroadcastShare:
             deadline_s=deadline_s,
             plan=plan,
         )
-
-    @contextmanager
-    def _snapshot(self, version: int) -> Iterator[Snapshot]:
-        with self._lock:
-            self._reading = True
-        try:
-            # Picked up after the flag is up, so that the training thread reuses no buffer that is about to be sent.
-            yield self.held.get(version, deadline_s=self.deadline_s)
-        finally:
-            with self._lock:
-                self._reading = False
 
 
 FAST_LINK = 8e9
@@ -240,7 +209,6 @@ class BroadcastTransport:
         *,
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
         anchor_every: int | None = None,
-        deltas_from: int = 0,
         watch_s: float = WATCH_S,
     ) -> None:
         """`share` is rank 0's own; `store` is at its `store_address`, where all meet; the rest as of `RowTransport`."""
@@ -253,11 +221,9 @@ class BroadcastTransport:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="broadcast")  # the GPU belongs to a thread
         self._group: OpenedGroup | None = None
         self._compared = 0  # generation of the last group whose ranks have all offered what they hold
-        has_deltas = anchor_every is not None and plan.num_bytes >= deltas_from
-        self._rule = DeltaRule(anchor_every=anchor_every) if anchor_every is not None and has_deltas else None
+        self._rule = None if anchor_every is None else DeltaRule(anchor_every=anchor_every)
         self._captured: Captured | None = None  # the newest version
-        self._manifest: Manifest | None = None  # of it
-        self._in_full: Manifest | None = None  # the same as if it had left in full
+        self._made: Prepared | None = None  # of it
         self._took: set[str] = set()  # engines that it was broadcast to
         self._takes_deltas = False  # whether all of the group do
         self._is_fast = share.backend == "nccl"  # whether a version in full reaches the group sooner than a delta
@@ -284,19 +250,16 @@ class BroadcastTransport:
         began_s = time.monotonic()
         await self._open_group()
         opened_s = time.monotonic()
-        if captured is not self._captured:  # else the hub may have it already
-            await self._encode(version)
+        if self._made is None or captured is not self._captured:  # else the hub may have it already
+            self._made = await self._encode(version)
             self._captured = captured
-        assert self._manifest is not None, "it was encoded"
-        encode_s = time.monotonic() - opened_s
-        return Prepared(manifest=self._manifest, parts_s={"group": opened_s - began_s, "encode": encode_s})
+        parts_s = {"group": opened_s - began_s, "encode": time.monotonic() - opened_s}
+        return replace(self._made, parts_s=parts_s)
 
     async def deliver(self, version: int) -> Mapping[str, float]:
         """Sends a sealed version to the group; the ranks keep it as the base of the next one."""
-        manifest, in_full = self._manifest, self._in_full
-        assert manifest is not None, "it was prepared"
-        assert in_full is not None, "it was prepared"
-        began_s = time.monotonic()
+        assert self._made is not None, "it was prepared"
+        manifest, in_full, began_s = self._made.manifest, self._made.in_full, time.monotonic()
         self._took = set()
         whole = await self._send(SendVersion(version=version, delta=manifest is not in_full))
         ended_s = time.monotonic()
@@ -318,25 +281,26 @@ class BroadcastTransport:
         if self._late is not None:
             self._late.cancel()
             await asyncio.wait({self._late})
-        await asyncio.to_thread(self._share.leave)
+        await asyncio.to_thread(self._share.close)
         self._thread.shutdown(wait=False)
 
     # --- deltas -----------------------------------------------------------------------------------
 
-    async def _encode(self, version: int) -> None:
+    async def _encode(self, version: int) -> Prepared:
         base = await self._base_of(version)
         answers = await self._call(EncodeRows(version=version, base=None if base is None else base.version))
         tensors, plan = digested(self._plan.tensors, answers), self._plan.collective
-        self._in_full = in_full = self._line.manifest(version, Transport.NCCL, tensors, collective=plan)
+        in_full = self._line.manifest(version, Transport.NCCL, tensors, collective=plan)
         chunks, offset = [], 0
         for answer in answers:
             length = int(answer["stream"]["length"])
             chunks.append(ChunkEntry(offset=offset, length=length, digest=bytes.fromhex(answer["stream"]["digest"])))
             offset += length
         fits = max(chunk.length for chunk in chunks) <= MOST_DELTA_BYTES
-        self._manifest, rule = in_full, self._rule
+        manifest, rule = in_full, self._rule
         if base is not None and rule is not None and fits and pays(rule, version, answers, in_full.num_bytes):
-            self._manifest = delta_manifest(base, in_full, tuple(chunks))
+            manifest = delta_manifest(base, in_full, tuple(chunks))
+        return Prepared(manifest=manifest, in_full=in_full)
 
     async def _base_of(self, version: int) -> Manifest | None:
         rule, group, self._takes_deltas = self._rule, self._group, False

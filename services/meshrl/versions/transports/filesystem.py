@@ -25,14 +25,13 @@ from blake3 import blake3
 from meshrl.core.durable import write_at
 from meshrl.versions.progress import Progress
 from meshrl.versions.snapshot import Snapshot
-from meshrl.versions.transports.base import Answer, VersionCall
+from meshrl.versions.transports.base import Answer, Prepared, VersionCall
 from meshrl.versions.transports.rows import RowShare, RowTransport, in_slices, in_threads
 from meshrl.wire.manifest import SUM128, plan_chunks
 from meshrl.wire.manifest_file import manifest_path, payload_names, safetensors_header, to_json
 from meshrl.wire.types import ChunkEntry, FileEntry, Manifest, TensorEntry, Transport, capabilities
 
 WIDE_BYTES = 64 * 2**20  # tensors from this size on are hashed by several threads at once
-DELTAS_FROM_BYTES = 64 * 2**20  # a smaller version is written and read sooner than compared
 CREATE_ATTEMPTS = 10
 FILE_BYTES = 256 * 2**20  # no file is cut off below this size
 
@@ -256,7 +255,7 @@ class FileShare(RowShare):
 class FilesystemTransport(RowTransport[FileShare]):
     deltas_need = (capabilities.FILE_DELTAS,)
 
-    def _full(self, version: int) -> tuple[Manifest, None]:
+    def _full(self, version: int) -> Prepared:
         size, files = self._chunk_bytes, self._share.files(version, self._chunk_bytes)
         files.begin()
         self._ranks.call(WriteFiles(version=version, chunk_bytes=size), stall_s=self._stall_s)
@@ -272,7 +271,7 @@ class FilesystemTransport(RowTransport[FileShare]):
             version, Transport.FILESYSTEM, tensors, chunks, files=files.entries, digest_algorithm=algorithm
         )
         files.finish(manifest)
-        return manifest, None
+        return Prepared(manifest=manifest, in_full=manifest)
 
 
 def _joined(table: str, answers: Sequence[Answer]) -> dict[int, bytes]:

@@ -11,23 +11,20 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 import torch
 from loguru import logger
-from numpy.typing import NDArray
 
-from meshrl.versions.deltas.base_rows import BaseRows
 from meshrl.versions.deltas.codec import joined, read_stream, write_stream
-from meshrl.versions.deltas.digests import with_lanes
 from meshrl.versions.deltas.rule import DeltaRule
-from meshrl.versions.progress import Progress
-from meshrl.versions.snapshot import Captured, HeldSnapshot, HostCopies, SideStream, Snapshot, whole_snapshot
-from meshrl.versions.transports.base import Answer, Prepared, PublishCall, VersionCall, VersionLine
+from meshrl.versions.snapshot import Captured, Snapshot, whole_snapshot
+from meshrl.versions.transports.base import Answer, Prepared, VersionCall, VersionLine
 from meshrl.versions.transports.rank_calls import RankCalls
+from meshrl.versions.transports.shares import EncodeRows, SenderShare, SetBase, digested, pays
 from meshrl.versions.uploads import TODAY, Peers
 from meshrl.wire.manifest import DEFAULT_CHUNK_BYTES, SUM128, chunks_of, delta_manifest
 from meshrl.wire.types import Manifest, TensorEntry, Transport, VersionKind, capabilities
@@ -38,23 +35,8 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True, kw_only=True)
-class EncodeRows(VersionCall):
-    """Digest the rank's rows of a version and encode their changes since `base`; None: no delta is wanted.
-
-    `sparse` as of `codec.pack`.
-    """
-
-    base: int | None
-    sparse: bool = True
-
-
 class WriteDelta(VersionCall):
     """Write the last delta into a file for rank 0."""
-
-
-class SetBase(VersionCall):
-    """The version was published: the next delta is from it."""
 
 
 def in_slices(pieces: Iterable[tuple[int, memoryview]]) -> list[tuple[int, memoryview]]:
@@ -77,48 +59,31 @@ def in_threads(threads: ThreadPoolExecutor, work: Callable[[Item], Result], item
                 future.exception()
 
 
-@dataclass(eq=False)
-class RowShare(ABC):
-    """Share `share` of `num_shares`. `deadline_s`: how long this rank's training may lag behind rank 0's."""
+class RowShare(SenderShare):
+    """Share `share` of `num_shares`, whose files are in `folder`."""
 
-    calls: ClassVar[Sequence[type[PublishCall]]] = (EncodeRows, WriteDelta, SetBase)
-    folder: Path
-    _: KW_ONLY
-    epoch: int
-    share: int = 0
-    num_shares: int = 1
-    num_threads: int = 1
-    deadline_s: float = 60.0
-    held: HeldSnapshot[Snapshot] = field(default_factory=HeldSnapshot, init=False)
-    progress: Progress = field(default_factory=Progress, init=False)
+    calls = (*SenderShare.calls, WriteDelta)
 
-    def __post_init__(self) -> None:
-        self.folder = self.folder.absolute()
-        self._threads = ThreadPoolExecutor(self.num_threads, thread_name_prefix="version-rows")
-        self._host_copies, self._side = HostCopies(), SideStream()
-        self.base = BaseRows(self._threads, self.progress)
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        epoch: int,
+        share: int = 0,
+        num_shares: int = 1,
+        num_threads: int = 1,
+        deadline_s: float = 60.0,
+    ) -> None:
+        super().__init__(deadline_s=deadline_s, num_threads=num_threads)
+        self.folder = folder.absolute()
+        self.epoch, self.share, self.num_shares, self.num_threads = epoch, share, num_shares, num_threads
 
-    def release_snapshot(self) -> torch.Tensor | None:
-        """Drops the last snapshot, since the training thread makes the next; returns a free buffer, if any."""
-        return self.base.free_buffer(self.held.drop())
-
-    def carry_out(self, call: Any) -> Answer:
-        snapshot = self.held.get(call.version, deadline_s=self.deadline_s)
-        with self._side.reading(snapshot):
-            match call:
-                case EncodeRows():
-                    return encoded(self.base, snapshot, call)
-                case WriteDelta():
-                    if self.share:
-                        self.delta_path(self.share).write_bytes(write_stream(self.base.pieces).data)
-                case SetBase():
-                    self.base.keep(snapshot, call.version)
-                case _:
-                    return self._write(snapshot, call)
+    def _send(self, snapshot: Snapshot, call: Any) -> Answer:
+        if not isinstance(call, WriteDelta):
+            return self._write(snapshot, call)
+        if self.share:
+            self.delta_path(self.share).write_bytes(write_stream(self.base.pieces).data)
         return {}
-
-    def close(self) -> None:
-        self._threads.shutdown(wait=False)
 
     @abstractmethod
     def _write(self, snapshot: Snapshot, call: Any) -> Answer:
@@ -129,24 +94,6 @@ class RowShare(ABC):
 
     def tensors_of(self, version: int) -> tuple[TensorEntry, ...]:
         return self.held.get(version, deadline_s=self.deadline_s).tensors
-
-
-def encoded(base: BaseRows, snapshot: Snapshot, call: EncodeRows) -> Answer:
-    size, changed = base.encode(snapshot, call.base, sparse=call.sparse)
-    lanes = base.lanes.astype("<u8").tobytes().hex()
-    return {"bytes": {"delta": str(size), "changed": str(changed)}, "digests": {"lanes": lanes}}
-
-
-def digested(tensors: Sequence[TensorEntry], answers: Sequence[Answer]) -> tuple[TensorEntry, ...]:
-    lanes = np.zeros((len(tensors), 2), dtype=np.uint64)
-    for answer in answers:
-        lanes += np.frombuffer(bytes.fromhex(answer["digests"]["lanes"]), dtype="<u8").reshape(-1, 2)
-    return with_lanes(tensors, lanes)
-
-
-def pays(rule: DeltaRule, version: int, answers: Sequence[Answer], num_bytes: int) -> bool:
-    delta, changed = (sum(int(answer["bytes"][name]) for answer in answers) for name in ("delta", "changed"))
-    return rule.pays(version, delta_bytes=delta, changed_bytes=changed, num_bytes=num_bytes)
 
 
 ShareT = TypeVar("ShareT", bound=RowShare)
@@ -171,25 +118,21 @@ class RowTransport(ABC, Generic[ShareT]):
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
         num_threads: int = 1,
         anchor_every: int | None = None,
-        deltas_from: int = 0,
         stall_s: float = 60.0,
     ) -> None:
         """`share` is rank 0's own of `num_shares`; `stall_s`: how long a rank may do nothing of its share.
 
-        `anchor_every`: a version in full after so many deltas, None: no deltas; `deltas_from`: bytes of a version from
-        which on there are deltas.
+        `anchor_every`: a version in full after so many deltas, None: no deltas.
         """
         self.progress = share.progress
         self._line, self._ranks, self._share = line, ranks, share
         self._num_shares, self._chunk_bytes, self._stall_s = num_shares, chunk_bytes, stall_s
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="version-bytes")
         self._rule = None if anchor_every is None else DeltaRule(anchor_every=anchor_every)
-        self._deltas_from = deltas_from
         self._gathered: Mapping[str, torch.Tensor] | None = None  # those that rank 0's share holds
         self._tensors: tuple[TensorEntry, ...] = ()  # of the version that is prepared, without digests
         self._digested: tuple[TensorEntry, ...] = ()  # the same with digests, where deltas are on
         self._made: Prepared | None = None
-        self._in_full: Manifest | None = None  # the delta that was made, as if it had left in full
 
     async def prepare(self, version: int, captured: Captured, peers: Peers = TODAY) -> Prepared:
         """A delta that is asked for again before it was delivered becomes a full version: the hub has refused it."""
@@ -201,7 +144,7 @@ class RowTransport(ABC, Generic[ShareT]):
         if self._rule is None or made is None:
             return {}
         began_s = time.monotonic()
-        self._rule.delivered(made.manifest, self._in_full or made.manifest)
+        self._rule.delivered(made.manifest, made.in_full)
         await asyncio.to_thread(self._ranks.call, SetBase(version=version), stall_s=self._stall_s)
         return {"keep": time.monotonic() - began_s}
 
@@ -218,10 +161,6 @@ class RowTransport(ABC, Generic[ShareT]):
         again = self._made is not None and self._made.manifest.version == version
         if self._made is None or not again or self._made.manifest.kind is VersionKind.DELTA:
             self._tensors = self._share.tensors_of(version)
-            num_bytes = sum(tensor.num_bytes for tensor in self._tensors)
-            if self._rule is not None and num_bytes < self._deltas_from:
-                logger.info("versions leave in full: {} bytes are brought sooner than compared", num_bytes)
-                self._rule = None
             lacking = [name for name in self.deltas_need if name not in peers.hub]
             if self._rule is not None and lacking:
                 text = "versions leave in full: the hub lacks the capability {}; start it from the trainer's release"
@@ -233,10 +172,10 @@ class RowTransport(ABC, Generic[ShareT]):
                 base = self._rule.base_of(version, self._tensors, sparse=sparse)
                 goes_as_delta = self._encode(self._rule, version, base, sparse=sparse)
             encoded_s = time.monotonic()
-            self._made = self._in_full = None  # and with it the last one's bytes
-            manifest, payload = self._delta(version, base) if base and goes_as_delta else self._full(version)
+            self._made = None  # and with it the last one's bytes
+            made = self._delta(version, base) if base and goes_as_delta else self._full(version)
             parts_s = {"encode": encoded_s - began_s, "write": time.monotonic() - encoded_s}
-            self._made = Prepared(manifest=manifest, buffer=payload, parts_s=parts_s)
+            self._made = replace(made, parts_s=parts_s)
         return self._made
 
     def _encode(self, rule: DeltaRule, version: int, base: Manifest | None, *, sparse: bool) -> bool:
@@ -246,7 +185,7 @@ class RowTransport(ABC, Generic[ShareT]):
         num_bytes = sum(tensor.num_bytes for tensor in self._tensors)
         return base is not None and pays(rule, version, answers, num_bytes)
 
-    def _delta(self, version: int, base: Manifest) -> tuple[Manifest, NDArray[np.uint8]]:
+    def _delta(self, version: int, base: Manifest) -> Prepared:
         parts = [self._share.base.pieces]
         if self._num_shares > 1:
             self._share.folder.mkdir(parents=True, exist_ok=True)
@@ -256,14 +195,13 @@ class RowTransport(ABC, Generic[ShareT]):
                 parts.append(read_stream(np.frombuffer(path.read_bytes(), dtype=np.uint8)))
                 path.unlink()
         payload = joined(parts)
-        full = self._line.manifest(version, Transport.STREAM, self._digested, digest_algorithm=SUM128)
-        manifest = delta_manifest(base, full, chunks_of(payload.data, self._chunk_bytes, each=self._each))
-        self._in_full = full
-        return manifest, payload
+        in_full = self._line.manifest(version, Transport.STREAM, self._digested, digest_algorithm=SUM128)
+        manifest = delta_manifest(base, in_full, chunks_of(payload.data, self._chunk_bytes, each=self._each))
+        return Prepared(manifest=manifest, in_full=in_full, buffer=payload)
 
     @abstractmethod
-    def _full(self, version: int) -> tuple[Manifest, NDArray[np.uint8] | None]:
-        """The version in full, with its byte stream where that goes through the hub."""
+    def _full(self, version: int) -> Prepared:
+        """The version in full."""
 
     def _each(self, digest: Callable[[tuple[int, int]], Made], spans: Iterable[tuple[int, int]]) -> Iterable[Made]:
         for found in self._threads.map(digest, spans):

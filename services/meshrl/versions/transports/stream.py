@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from meshrl.core.durable import write_at
 from meshrl.versions.snapshot import Snapshot
-from meshrl.versions.transports.base import Answer, VersionCall
+from meshrl.versions.transports.base import Answer, Prepared, VersionCall
 from meshrl.versions.transports.rows import RowShare, RowTransport, in_slices, in_threads
 from meshrl.wire.manifest import SUM128, chunks_of, entries_of
-from meshrl.wire.types import Manifest, Transport
+from meshrl.wire.types import Transport
 
 Bytes = NDArray[np.uint8]
 
@@ -53,14 +53,16 @@ class StreamShare(RowShare):
 
 
 class StreamTransport(RowTransport[StreamShare]):
-    def _full(self, version: int) -> tuple[Manifest, Bytes]:
+    def _full(self, version: int) -> Prepared:
         payload = self._share.on_host(version) if self._num_shares == 1 else self._written(version)
         if self._rule is None:
             tensors, chunks = entries_of(payload.data, self._tensors, self._chunk_bytes, each=self._each)
-            return self._line.manifest(version, Transport.STREAM, tensors, chunks), payload
-        chunks = chunks_of(payload.data, self._chunk_bytes, each=self._each)
-        manifest = self._line.manifest(version, Transport.STREAM, self._digested, chunks, digest_algorithm=SUM128)
-        return manifest, payload
+            algorithm = ""
+        else:
+            chunks = chunks_of(payload.data, self._chunk_bytes, each=self._each)
+            tensors, algorithm = self._digested, SUM128
+        manifest = self._line.manifest(version, Transport.STREAM, tensors, chunks, digest_algorithm=algorithm)
+        return Prepared(manifest=manifest, in_full=manifest, buffer=payload)
 
     def _written(self, version: int) -> Bytes:
         """The version's bytes, which all ranks write into one file; it goes with their last use."""

@@ -1,0 +1,108 @@
+"""What all transports ask of a sender rank: digests of its rows of a version, and their changes since the base."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from meshrl.versions.deltas.base_rows import BaseRows
+from meshrl.versions.deltas.digests import with_lanes
+from meshrl.versions.deltas.rule import DeltaRule
+from meshrl.versions.progress import Progress
+from meshrl.versions.snapshot import HeldSnapshot, HostCopies, SideStream, Snapshot
+from meshrl.versions.transports.base import Answer, PublishCall, VersionCall
+from meshrl.wire.types import TensorEntry
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodeRows(VersionCall):
+    """Digest the rank's rows of a version and encode their changes since `base`; None: no delta is wanted.
+
+    `sparse` as of `codec.pack`.
+    """
+
+    base: int | None
+    sparse: bool = True
+
+
+class SetBase(VersionCall):
+    """The version was published: the next delta is from it."""
+
+
+class SenderShare(ABC):
+    """One sender rank's share. Its training thread puts the newest snapshot into `held`."""
+
+    calls: ClassVar[Sequence[type[PublishCall]]] = (EncodeRows, SetBase)
+
+    def __init__(self, *, deadline_s: float, num_threads: int) -> None:
+        """`deadline_s`: how long this rank's training may lag behind rank 0's."""
+        self.deadline_s = deadline_s
+        self.held = HeldSnapshot()
+        self.progress = Progress()
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="version-rows")
+        self.base = BaseRows(self._threads, self.progress)
+        self._host_copies, self._side = HostCopies(), SideStream()
+        self._lock = threading.Lock()
+        self._reading = False
+
+    def release_snapshot(self) -> torch.Tensor | None:
+        """Drops the last snapshot, since the training thread makes the next; returns a free buffer, if any."""
+        snapshot = self.held.drop()
+        with self._lock:
+            return self.base.free_buffer(None if self._reading else snapshot)
+
+    def carry_out(self, call: Any) -> Answer:
+        with self._snapshot(call.version) as snapshot:
+            match call:
+                case EncodeRows():
+                    with self._side.reading(snapshot):
+                        return self._encode(snapshot, call)
+                case SetBase():
+                    with self._side.reading(snapshot):
+                        self.base.keep(snapshot, call.version)
+                case _:
+                    return self._send(snapshot, call)
+        return {}
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False)
+
+    def _encode(self, snapshot: Snapshot, call: EncodeRows) -> Answer:
+        size, changed = self.base.encode(snapshot, call.base, sparse=call.sparse)
+        lanes = self.base.lanes.astype("<u8").tobytes().hex()
+        return {"bytes": {"delta": str(size), "changed": str(changed)}, "digests": {"lanes": lanes}}
+
+    @abstractmethod
+    def _send(self, snapshot: Snapshot, call: Any) -> Answer:
+        """Carries out a call of one transport."""
+
+    @contextmanager
+    def _snapshot(self, version: int) -> Iterator[Snapshot]:
+        with self._lock:
+            self._reading = True
+        try:
+            # Picked up after the flag is up, so that the training thread reuses no buffer that is about to be sent.
+            yield self.held.get(version, deadline_s=self.deadline_s)
+        finally:
+            with self._lock:
+                self._reading = False
+
+
+def digested(tensors: Sequence[TensorEntry], answers: Sequence[Answer]) -> tuple[TensorEntry, ...]:
+    lanes = np.zeros((len(tensors), 2), dtype=np.uint64)
+    for answer in answers:
+        lanes += np.frombuffer(bytes.fromhex(answer["digests"]["lanes"]), dtype="<u8").reshape(-1, 2)
+    return with_lanes(tensors, lanes)
+
+
+def pays(rule: DeltaRule, version: int, answers: Sequence[Answer], num_bytes: int) -> bool:
+    delta, changed = (sum(int(answer["bytes"][name]) for answer in answers) for name in ("delta", "changed"))
+    return rule.pays(version, delta_bytes=delta, changed_bytes=changed, num_bytes=num_bytes)
