@@ -137,13 +137,13 @@ async def measure(num_engines: int, num_versions: int, folder: Path) -> None:
                 f"| {log.stat().st_size / 1024:.0f} |",
                 flush=True,
             )
-    newest, revision = hub.coordinator.line("").newest_decided(), hub.coordinator.revision
+    newest, revision = hub.coordinator.line("").records.newest_decided(), hub.coordinator.revision
     await hub.stop()
     began_s = time.perf_counter()
     hub = build_hub(config)
     await hub.start()
     restart_s = time.perf_counter() - began_s
-    again = hub.coordinator.line("").newest_decided()
+    again = hub.coordinator.line("").records.newest_decided()
     assert newest is not None
     assert again is not None
     assert (again.key, again.state, hub.coordinator.revision) == (newest.key, newest.state, revision)

@@ -89,7 +89,7 @@ class WeightSync(SimulatedMesh):
         """A publisher without trouble: it sends the newest version, copies it to the hub, and goes forward."""
         run_id = self.run(which)
         line = self.line(run_id)
-        decided = None if line is None else line.newest_decided()
+        decided = None if line is None else line.records.newest_decided()
         if turn == 0 and decided is not None and self.gone_with_its_trainer(decided):
             self.next_version[run_id] = max(self.next_version[run_id], decided.version)
             self.publish_and_activate(which, 0, False, 0, Transport.NCCL)
@@ -128,7 +128,7 @@ class WeightSync(SimulatedMesh):
     def ends_well(self, run_id: str) -> bool:
         """Whether a run has a version that must be served; it is, by every engine."""
         line = self.line(run_id)
-        newest = None if line is None else line.newest_decided()
+        newest = None if line is None else line.records.newest_decided()
         if line is None or newest is None or self.gone_with_its_trainer(newest):
             return False
         assert newest.state is VersionState.COMMITTED

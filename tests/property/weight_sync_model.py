@@ -229,7 +229,7 @@ class SimulatedHub(RuleBasedStateMachine):
         artifact = artifact_id(manifest)
         self.manifests[artifact] = manifest
         try:
-            record, actions = self.coordinator.stage(manifest, artifact, self.now_s)
+            record, actions = self.coordinator.stage(manifest, artifact)
         except MeshError as error:
             # A version that was lost with its hub may meanwhile be older than a decision, or differ in content.
             expected(error, Reason.VERSION_SUPERSEDED, Reason.VERSION_CONFLICT)
@@ -255,7 +255,7 @@ class SimulatedHub(RuleBasedStateMachine):
         if newest is None or newest.transport is not Transport.NCCL or newest.state not in hub.LIVE:
             return
         manifest = copy_of(self.manifests[newest.artifact_id])
-        record, actions = self.coordinator.stage(manifest, artifact_id(manifest), self.now_s)
+        record, actions = self.coordinator.stage(manifest, artifact_id(manifest))
         assert record is newest
         self.take(actions)
         if seal and record.takes(artifact_id(manifest)):
@@ -287,7 +287,7 @@ class SimulatedHub(RuleBasedStateMachine):
         run_id = self.RUNS[0]
         manifest = manifest_of(run_id, self.hub_epoch(run_id) - 1, version, 9, adapter=self.adapters)
         with pytest.raises(MeshError) as caught:
-            self.coordinator.stage(manifest, artifact_id(manifest), self.now_s)
+            self.coordinator.stage(manifest, artifact_id(manifest))
         assert caught.value.reason is Reason.STALE_EPOCH
 
     @precondition(lambda self: self.hub_epoch(self.RUNS[0]) > 0)
@@ -296,7 +296,7 @@ class SimulatedHub(RuleBasedStateMachine):
         run_id = self.RUNS[0]
         manifest = manifest_of(run_id, self.hub_epoch(run_id) + beyond, version, 9, adapter=self.adapters)
         with pytest.raises(MeshError) as caught:
-            self.coordinator.stage(manifest, artifact_id(manifest), self.now_s)
+            self.coordinator.stage(manifest, artifact_id(manifest))
         assert caught.value.reason is Reason.INVALID_REQUEST
 
     @rule(which=WHICH, back=st.integers(0, 3), gang=st.booleans(), min_ready=st.integers(0, 2))

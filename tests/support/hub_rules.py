@@ -127,14 +127,14 @@ class Hub:
         return opened
 
     def seal(self, made: Manifest) -> str:
-        record, actions = self.rules.stage(made, artifact_id(made), self.now_s)
+        record, actions = self.rules.stage(made, artifact_id(made))
         self.take(actions)
         self.take(self.rules.seal(record.key, "", self.now_s, self.now_s))
         return record.artifact_id
 
     def copy(self, made: Manifest) -> None:
         copy = copy_of(made)
-        record, actions = self.rules.stage(copy, artifact_id(copy), self.now_s)
+        record, actions = self.rules.stage(copy, artifact_id(copy))
         self.take(actions)
         self.take(self.rules.copied(record, self.now_s))
 

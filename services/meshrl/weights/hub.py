@@ -35,7 +35,6 @@ from meshrl.weights.coordinator.states import (
     DeleteBytes,
     EndSession,
     Key,
-    Notify,
     Save,
     Send,
     VersionRecord,
@@ -125,7 +124,7 @@ class Hub:
         live = {artifact for record in self.coordinator.live for artifact in record.artifacts}
         await asyncio.to_thread(self._store.prepare, live)
         for line in self.coordinator.lines.values():
-            newest = line.newest_decided()
+            newest = line.records.newest_decided()
             text = "goes on from {} with run {}: epoch {}, {} versions kept, newest decided {}"
             decided = "none" if newest is None else f"{newest.version} ({newest.state.value})"
             logger.info(text, self._log.path, line.run_id, line.epoch, len(line.records.live), decided)
@@ -199,6 +198,7 @@ class Hub:
                     for future, until_decided in self._waiters.get(action.decision, []):
                         if until_decided and not future.done():
                             future.set_result(self.coordinator.record(action.decision).decision())
+                self._changed.beat()
             case Send():
                 if (session := self._sessions.get(action.lease_id)) is not None:
                     session.put_nowait(action.command)
@@ -214,8 +214,6 @@ class Hub:
             case DeleteBytes():
                 await asyncio.to_thread(self._store.delete, action.artifact_id, action.paths)
                 self._bytes.changed()
-            case Notify():
-                self._changed.beat()
 
     # --- publishers -----------------------------------------------------------------------------
 
@@ -228,7 +226,7 @@ class Hub:
         artifact = await asyncio.to_thread(manifests.artifact_id, manifest)
         describe(manifest, artifact)
         await asyncio.to_thread(self._store.check_base, artifact, manifest)
-        record, actions = self.coordinator.stage(manifest, artifact, self._now())
+        record, actions = self.coordinator.stage(manifest, artifact)
         await self._actions.put(actions)
         if not record.takes(artifact):
             return StagedVersion(artifact_id=artifact, missing_offsets=(), max_chunk_bytes=self._max_chunk_bytes)

@@ -197,12 +197,12 @@ class TestPreparing:
         for known, copy in ((made, copy_of(replace(made, result_root=b"other"))), (streamed, copy_of(streamed))):
             hub.seal(known)
             with pytest.raises(MeshError) as caught:
-                hub.rules.stage(copy, artifact_id(replace(copy, codec="other")), hub.now_s)
+                hub.rules.stage(copy, artifact_id(replace(copy, codec="other")))
             assert caught.value.reason is Reason.VERSION_CONFLICT
         staged = manifest(2)
-        hub.rules.stage(staged, artifact_id(staged), hub.now_s)
+        hub.rules.stage(staged, artifact_id(staged))
         with pytest.raises(MeshError) as caught:
-            hub.rules.stage(copy_of(staged), artifact_id(copy_of(staged)), hub.now_s)
+            hub.rules.stage(copy_of(staged), artifact_id(copy_of(staged)))
         assert caught.value.reason is Reason.VERSION_CONFLICT
 
     def test_a_copy_outlives_the_hub_and_goes_with_its_version(self, hub: Hub) -> None:

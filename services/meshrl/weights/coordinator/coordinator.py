@@ -125,7 +125,7 @@ class Coordinator:
 
     # --- publishers -------------------------------------------------------------------------
 
-    def stage(self, manifest: Manifest, artifact: str, now_s: float) -> tuple[VersionRecord, list[Action]]:
+    def stage(self, manifest: Manifest, artifact: str) -> tuple[VersionRecord, list[Action]]:
         """Takes a manifest, the first of a run included. Raises RUN_LIMIT_REACHED, and as `RunLine.stage`."""
         line = self._line_to_publish(manifest.run_id, adapter=manifest.kind is VersionKind.LORA)
         record, actions = line.stage(manifest, artifact)
@@ -211,7 +211,7 @@ class Coordinator:
     def register(self, registration: AgentRegistration, lease_id: str, now_s: float) -> tuple[Lease, list[Action]]:
         """Gives an engine a lease; an earlier one of it ends. Commands are sent once its session starts."""
         actions = self.pool.register(registration, lease_id, now_s)
-        newest = self.line("").newest_decided() if len(self.lines) == 1 else None
+        newest = self.line("").records.newest_decided() if len(self.lines) == 1 else None
         lease = Lease(
             lease_id=lease_id,
             lease_s=self.pool.lease_s,

@@ -27,7 +27,6 @@ from meshrl.weights.coordinator.states import (
     EngineLine,
     EngineRecord,
     Key,
-    Notify,
     Save,
     Send,
     VersionRecord,
@@ -75,10 +74,9 @@ class LineLog:
     wall_offset_s: float = 0.0  # wall-clock time minus the clock of the rules
     deciding: int = 0  # decisions on their way to the log, of all lines
 
-    def bump(self, record: VersionRecord) -> Notify:
+    def bump(self, record: VersionRecord) -> None:
         self.revision += 1
         record.revision = self.revision
-        return Notify(revision=self.revision)
 
     def save(
         self,
@@ -126,9 +124,6 @@ class RunLine:
         of_group = group is not None and group.request.run_id == self.run_id
         return of_group or any(not record.adapter for record in self.records.live)
 
-    def newest_decided(self) -> VersionRecord | None:
-        return self.records.newest_decided()
-
     def find(self, version: int | None) -> VersionRecord:
         """A version of the newest epoch that has it; None is the newest committed one. Raises UNKNOWN_VERSION."""
         if version is None:
@@ -169,7 +164,7 @@ class RunLine:
                     f"{known.artifact_id}, got {artifact}; abort it first or publish the next version",
                 )
             return known, [self._log.save(known)] if artifact == known.copy else []
-        decided = self.newest_decided()
+        decided = self.records.newest_decided()
         if decided is not None and key < decided.key:
             raise MeshError(
                 Reason.VERSION_SUPERSEDED,
@@ -178,7 +173,7 @@ class RunLine:
         record = VersionRecord.staged(manifest, artifact)
         self.records.add(record)  # before older epochs are dropped: files that both name must stay
         actions = self.begin_epoch(manifest.epoch)
-        return record, [*actions, *self._changed(record)]
+        return record, [*actions, self._changed(record)]
 
     def arrives(self, record: VersionRecord, now_s: float) -> list[Action]:
         """The first bytes of a version come: engines with nothing else to fetch follow a streamed upload."""
@@ -216,7 +211,7 @@ class RunLine:
         self.records.move(record, VersionState.SEALED)
         for engine in self._refused_by(record.key):  # while bytes were missing
             engine.try_again(record.key)
-        return [*self._changed(record), *self.next_actions(now_s)]
+        return [self._changed(record), *self.next_actions(now_s)]
 
     def copied(self, record: VersionRecord, now_s: float) -> list[Action]:
         """The copy of a broadcast version is complete: engines that lack it pull it."""
@@ -301,7 +296,8 @@ class RunLine:
             record.gang = set(ready)
         for engine in engines:
             self._note_served(engine, None)
-        actions: list[Action] = [self._log.bump(record)]
+        self._log.bump(record)
+        actions: list[Action] = []
         for other in [r for r in self.records.live if r.key < key and r.state in UNDECIDED]:
             actions += self._drop(other, f"version {record.version} was committed instead")
         return [*actions, *self.next_actions(now_s)]
@@ -363,7 +359,7 @@ class RunLine:
         return self.next_actions(now_s, engine)
 
     def _note_served(self, engine: EngineLine, applied: ApplyReport | None) -> None:
-        newest = self.newest_decided()
+        newest = self.records.newest_decided()
         for record in self.records.live:
             if record.state not in DECIDED or not engine.serves(record):
                 continue
@@ -410,7 +406,7 @@ class RunLine:
     def _send_command(self, engine: EngineLine, now_s: float) -> list[Action]:
         if not engine.engine.connected:
             return []
-        command, key = wanted_command(engine, self.records.live, self.newest_decided(), self._groups, now_s)
+        command, key = wanted_command(engine, self.records.live, self.records.newest_decided(), self._groups, now_s)
         if command is None or command == engine.sent:
             return []
         engine.sent = command
@@ -418,7 +414,7 @@ class RunLine:
         return [Send(engine_id=engine.engine_id, lease_id=engine.engine.lease_id, command=command)]
 
     def _try_decide(self, record: VersionRecord, attempt: Attempt, now_s: float) -> list[Action]:
-        newest = self.newest_decided()
+        newest = self.records.newest_decided()
         if newest is not None and newest.key > record.key:
             return self._give_up(record, Reason.VERSION_SUPERSEDED, f"version {newest.version} was committed first")
         if any(r.deciding and r.key > record.key for r in self.records.live):
@@ -465,7 +461,6 @@ class RunLine:
             record.released = True
 
     def _try_finish(self, record: VersionRecord, now_s: float) -> list[Action]:
-        actions: list[Action] = []
         outstanding = not record.min_ready and bool(record.commit_set)
         if len(record.reports) >= max(1, record.min_ready) and not outstanding:
             self.records.move(record, VersionState.COMMITTED)
@@ -475,11 +470,13 @@ class RunLine:
                 commit_s=now_s - record.decided_s,
                 lag_s=now_s - record.sealed_s,
             )
-            notify = self._log.bump(record)
-            actions += [self._log.save(record, committed=record.answer), notify]
-            actions.append(Answer(key=record.key, result=record.answer))
+            self._log.bump(record)
             record.attempt = None
-            return actions + self._retire(record)
+            return [
+                self._log.save(record, committed=record.answer),
+                Answer(key=record.key, result=record.answer),
+                *self._retire(record),
+            ]
         if record.attempt is not None and not record.commit_set and now_s >= record.attempt.deadline_s:
             unreachable = self._groups.unreachable(self._pool.engines.values(), record)
             why = self._describe(set(record.reports), record.attempt.faults, unreachable)
@@ -487,8 +484,8 @@ class RunLine:
                 f"version {record.version} is decided and only goes forward, but {len(record.reports)} of "
                 f"{max(1, record.min_ready)} engines serve it; {why}; call again to wait on"
             )
-            actions += self._give_up(record, Reason.ENGINES_NOT_READY, text, record.attempt.faults)
-        return actions
+            return self._give_up(record, Reason.ENGINES_NOT_READY, text, record.attempt.faults)
+        return []
 
     def _describe(
         self, ready: Collection[str], faults: Mapping[str, AgentFault], unreachable: Mapping[str, str]
@@ -522,7 +519,7 @@ class RunLine:
         if record.attempt is not None:
             actions += self._give_up(record, Reason.VERSION_SUPERSEDED, f"version {record.version} was dropped: {why}")
         self.records.move(record, VersionState.ABORTED)
-        actions += self._changed(record)
+        actions.append(self._changed(record))
         for engine in self.engines:
             if engine.engine.connected and engine.sent_key == record.key and isinstance(engine.sent, Prepare):
                 engine.sent = Abort(**_named(record))
@@ -541,7 +538,7 @@ class RunLine:
                 text = f"version {newest.version} was committed before enough engines served version {record.version}"
                 actions += self._give_up(record, Reason.VERSION_SUPERSEDED, text)
             self.records.move(record, VersionState.RETIRED)
-            actions += [*self._changed(record), *self._delete_unneeded(record)]
+            actions += [self._changed(record), *self._delete_unneeded(record)]
         return actions
 
     def _delete_unneeded(self, record: VersionRecord) -> list[Action]:
@@ -551,9 +548,9 @@ class RunLine:
     def _delete(self, record: VersionRecord, paths: tuple[str, ...]) -> list[Action]:
         return [DeleteBytes(artifact_id=artifact, paths=paths) for artifact in record.artifacts]
 
-    def _changed(self, record: VersionRecord) -> list[Action]:
-        notify = self._log.bump(record)
-        return [self._log.save(record, forgotten=self._forget() if record.state not in LIVE else ()), notify]
+    def _changed(self, record: VersionRecord) -> Save:
+        self._log.bump(record)
+        return self._log.save(record, forgotten=self._forget() if record.state not in LIVE else ())
 
     def _forget(self) -> list[Key]:
         engines = self.engines

@@ -271,7 +271,8 @@ class VersionRecords(Mapping[Key, VersionRecord]):
 
 @dataclass(frozen=True, kw_only=True)
 class Save:
-    """Write rows to the log, all or none, and make them durable; after a decision call `Coordinator.decided`.
+    """Write rows to the log, all or none, and make them durable, then wake the watchers; after a decision call
+    `Coordinator.decided`.
 
     `versions` and `groups` are the changed rows, None for a forgotten one; `run` is the row of the hub itself.
     """
@@ -315,11 +316,4 @@ class DeleteBytes:
     paths: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Notify:
-    """Wake the watchers: a version changed."""
-
-    revision: int
-
-
-Action = Save | Send | EndSession | Answer | DeleteBytes | Notify
+Action = Save | Send | EndSession | Answer | DeleteBytes
