@@ -152,7 +152,6 @@ class Connections:
         """The first connection to the hub is `hub`, which is not closed here."""
         self._hub = hub
         self._clients = {(hub.address, 0): hub}
-        self._dropped: dict[tuple[str, int], WeightSyncClient] = {}
 
     def get(self, source: ByteSource, number: int) -> WeightSyncClient:
         key = (source.address, number)
@@ -186,20 +185,15 @@ class Connections:
         await asyncio.gather(*map(renew_one, range(count)))
 
     async def drop(self, source: ByteSource, number: int, failed: WeightSyncClient) -> None:
-        """A call over it failed, and it may be broken without a sign: the next call opens another one."""
-        key = (source.address, number)
-        if self._clients.get(key) is not failed:
-            return
-        del self._clients[key]
-        before = self._dropped.pop(key, None)
-        if failed is not self._hub:
-            self._dropped[key] = failed  # another call may be about to use it
-        if before is not None:
-            await before.close()
+        """A call over it failed, and it may be broken without a sign: it is closed, under other calls too, and the next
+        call opens another one."""
+        if self._clients.get((source.address, number)) is failed:
+            del self._clients[source.address, number]
+            if failed is not self._hub:
+                await failed.close()
 
     async def close(self) -> None:
-        clients = [*self._clients.values(), *self._dropped.values()]
-        self._clients, self._dropped = {(self._hub.address, 0): self._hub}, {}
+        clients, self._clients = [*self._clients.values()], {(self._hub.address, 0): self._hub}
         await asyncio.gather(*(client.close() for client in clients if client is not self._hub))
 
 
