@@ -14,6 +14,9 @@ from pathlib import Path
 
 from meshrl.core.heap import loading
 
+if sys.argv[2] == "early" and os.environ["RANK"] == "1":
+    sys.exit("rank 1 has a problem")
+
 with loading():
     import torch
     import torch.distributed as dist
@@ -24,9 +27,7 @@ with loading():
 TIMEOUT_S = 4
 
 
-def main(folder: Path, mode: str) -> None:
-    if mode == "early" and os.environ["RANK"] == "1":
-        sys.exit("rank 1 has a problem")
+def main(folder: Path) -> None:
     from meshrl.trainer.ranks.commands import CommandSender  # it imports transformers, which takes seconds
 
     dist.init_process_group("gloo")  # the ranks meet, however long that takes on a busy machine
@@ -48,4 +49,4 @@ def main(folder: Path, mode: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]))

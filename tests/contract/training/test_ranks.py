@@ -47,7 +47,6 @@ ALONE: dict[str, dict[str, Any]] = {
     "all but attention": {"ac": {"mode": "attention"}},
     "selective checkpointing": {"ac": {"mode": "selective"}},
     "compiled": {"compile": {"backend": "aot_eager"}},
-    "compiled and checkpointed": {"compile": {"backend": "aot_eager"}, "ac": {"mode": "selective"}},
     "head in pieces": {"max_logits_bytes": 4096},
     "optimizer state on the host": {"optim_cpu_offload": True},
 }

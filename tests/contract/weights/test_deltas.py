@@ -17,7 +17,7 @@ from meshrl.wire.types import Activation, Chunk, FoundVersion, Transport, Versio
 from weight_mesh import MemoryEngine, Mesh, make_state
 
 State = dict[str, torch.Tensor]
-VERSIONS, ANCHOR_EVERY = 24, 10
+VERSIONS, ANCHOR_EVERY = 13, 5
 WAYS = (Transport.STREAM, Transport.FILESYSTEM)  # of versions in full; deltas go through the hub
 FULL_BYTES = 2 * (97 * 33 + 61 * 127 + 33)
 
