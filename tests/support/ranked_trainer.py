@@ -46,6 +46,10 @@ class Program:
     def rank_pids(self) -> list[int]:
         return children(self.process.pid)
 
+    def rank_pid(self, rank: int) -> int:
+        (pid,) = (pid for pid in self.rank_pids() if f"\0RANK={rank}\0" in Path(f"/proc/{pid}/environ").read_text())
+        return pid
+
     def exit_code(self, within_s: float) -> int:
         return self.process.wait(within_s)
 

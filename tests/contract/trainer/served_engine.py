@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from meshrl.client import ChannelOptions, WeightSyncClient
 from meshrl.client.credentials import Credentials
-from meshrl.core.config.shared import WeightBroadcastConfig
+from meshrl.core.config.shared import ModelConfig, WeightBroadcastConfig
 from meshrl.inference.agent.agent import Membership, WeightAgent
 from meshrl.inference.embedded.engine import EmbeddedEngine
+from meshrl.models.load import load_model
 from meshrl.models.state import hf_state
 from meshrl.trainer.publishing.transport_choice import known_engines
 from meshrl.wire.types import Activation, Manifest
@@ -32,7 +32,8 @@ class ServedEngine:
 
     def differs_from(self, folder: Path) -> list[str]:
         """Names of the live tensors that are not those of a weights folder, to the bit."""
-        stored, live = load_file(folder / "model.safetensors"), hf_state(self.model)
+        stored, live = hf_state(load_model(ModelConfig(name=str(folder), device="cpu"))), hf_state(self.model)
+        assert stored.keys() == live.keys()
         return [name for name, tensor in live.items() if not torch.equal(tensor, stored[name])]
 
     async def kill(self) -> None:

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import ranked_trainer
+from local_ports import free_port
 from meshrl.client import TrainerClient, WeightSyncClient
+from meshrl.core.config import dump_toml
+from meshrl.trainer.config import TrainerConfig
 from meshrl.training.config import CheckpointConfig
 from meshrl.training.model_config import LoraConfig
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import AdapterSpec, RunPhase, RunSpec, StartPoint, StepState
-from trainer_kit import UP_S, running_hub, save_tiny_model, until
+from trainer_kit import UP_S, running_hub, save_tiny_model, until, up
 
 SMALL = RunSpec(adapter=AdapterSpec(rank=4, alpha=8.0, target_modules=("q_proj",)), seed=5, share=2.0)
 
 
 async def train(client: TrainerClient, run_id: str, step: int) -> None:
-    await client.submit_batch(replace(ranked_trainer.batch(step, ranks=1), run_id=run_id))
+    ranks = (await client.get_trainer()).dp_size
+    await client.submit_batch(replace(ranked_trainer.batch(step, ranks=ranks), run_id=run_id))
     await until(client, StepState.DONE, step, run_id=run_id)
 
 
@@ -29,7 +38,33 @@ async def shapes(hub: str, run_id: str, version: int) -> set[tuple[int, ...]]:
         return {entry.shape for entry in manifest.tensors}
 
 
-async def test_added_runs_train_publish_come_back_after_a_kill_and_go(tmp_path: Path) -> None:
+@asynccontextmanager
+async def two_nodes(config: TrainerConfig, file: Path) -> AsyncIterator[TrainerClient]:
+    """Started by hand with torchrun; they drain at the end."""
+    endpoint = f"127.0.0.1:{free_port()}"
+    dump_toml(config, file)
+    nodes = [
+        await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", f"--node-rank={node}",
+            f"--rdzv-endpoint={endpoint}", "-m", "meshrl.trainer.main", "@", str(file),
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        for node in (0, 1)
+    ]  # fmt: skip
+    try:
+        async with TrainerClient(config.server.address) as client:
+            await up(client, lambda: all(node.returncode is None for node in nodes))
+            assert (await client.get_trainer()).world_size == 2
+            yield client
+            await client.drain()
+            assert [await asyncio.wait_for(node.wait(), UP_S) for node in nodes] == [0, 0]
+    finally:
+        for node in nodes:
+            if node.returncode is None:
+                node.kill()
+
+
+async def test_added_runs_train_publish_come_back_after_a_kill_on_two_nodes_and_go(tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path / "model")
     async with running_hub(tmp_path / "hub") as hub:
         plain = ranked_trainer.configure(tmp_path / "out", model, hub, ranks=1)
@@ -59,8 +94,7 @@ async def test_added_runs_train_publish_come_back_after_a_kill_and_go(tmp_path: 
             for run in await client.list_runs():  # a step is done before its checkpoint is on disk
                 await client.save_checkpoint(run.run_id)
         again = config.model_copy(update={"ckpt": CheckpointConfig(interval=1, resume_step=-1)})
-        async with ranked_trainer.two_ranks(again) as program:
-            client = program.client
+        async with two_nodes(again, tmp_path / "trainer.toml") as client:
             runs = {run.run_id: run for run in await client.list_runs()}
             assert {name: run.step for name, run in runs.items()} == {"main": 1, "small": 2, "plain": 1}
             assert runs["plain"].phase is RunPhase.SUSPENDED
@@ -87,5 +121,3 @@ async def test_added_runs_train_publish_come_back_after_a_kill_and_go(tmp_path: 
                 0, StartPoint(run_id="main", step=1),
             )  # fmt: skip
             await train(client, "fork", 1)
-            await client.drain()
-            assert program.exit_code(UP_S) == 0

@@ -107,17 +107,6 @@ async def test_engine_of_another_layout_is_refused_before_anything_is_sent(
             assert await groups(hub) == {"misfit": None, "e0": 1}  # the first group was the only one
 
 
-async def test_engine_that_is_started_again_gets_the_version_that_it_had(model: str, hub: str) -> None:
-    async with trainer(model, hub) as training:
-        async with serving_engine(model, hub, "e0"):
-            await training.publish(0)
-            await activate(hub, 0)
-        for number in range(2):
-            async with serving_engine(model, hub, "e0") as served:
-                await polling.until(lambda served=served: served.engine.version == 0)
-                assert training.is_served_by(served), number
-
-
 async def test_versions_go_on_while_an_engine_stays_stuck(model: str, hub: str) -> None:
     """It breaks the broadcast of one version, whose copy the other engine pulls, and is asked into no further group."""
     async with (

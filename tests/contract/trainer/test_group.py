@@ -4,7 +4,6 @@ import asyncio
 import os
 import re
 import signal
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -15,9 +14,7 @@ from numpy.typing import NDArray
 from opentelemetry import trace
 from transformers import Qwen3ForCausalLM
 
-from local_ports import free_port
 from meshrl.client import TrainerClient
-from meshrl.core.config import dump_toml
 from meshrl.trainer.config import TrainerConfig
 from meshrl.trainer.program import serve
 from meshrl.wire.types import StepState
@@ -99,31 +96,6 @@ async def test_versions_of_a_bfloat16_trainer_have_that_type(tmp_path: Path, mod
         if name in start:
             np.testing.assert_array_equal(start[name], tensor.bfloat16().float().numpy(), err_msg=name)
     assert max(np.abs(trained[name] - start[name]).max() for name in start) > 1e-3
-
-
-async def test_two_nodes_started_by_hand_with_torchrun_are_one_trainer(tmp_path: Path, model: str, hub: str) -> None:
-    config, endpoint = configure(tmp_path / "two", model, hub, ranks=1), f"127.0.0.1:{free_port()}"
-    dump_toml(config, tmp_path / "trainer.toml")
-    nodes = [
-        await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", f"--node-rank={node}",
-            f"--rdzv-endpoint={endpoint}", "-m", "meshrl.trainer.main", "@", str(tmp_path / "trainer.toml"),
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        for node in (0, 1)
-    ]  # fmt: skip
-    try:
-        async with TrainerClient(config.server.address) as client:
-            await up(client, lambda: all(node.returncode is None for node in nodes))
-            assert (await client.get_trainer()).world_size == 2
-            await client.submit_batch(batch(1, ranks=2))
-            assert (await until(client, StepState.DONE, 1)).version == 1
-            assert await client.drain() == 1
-            assert [await asyncio.wait_for(node.wait(), 60.0) for node in nodes] == [0, 0]
-    finally:
-        for node in nodes:
-            if node.returncode is None:
-                node.kill()
 
 
 async def test_ranks_that_have_only_begun_end_with_their_agent(tmp_path: Path, model: str, hub: str) -> None:

@@ -9,8 +9,10 @@ import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -69,29 +71,8 @@ async def test_engine_serves_the_trainers_weights_to_the_bit(
         folder = await train(client, 2, ranks=1)
         activation, manifest = await activate(hub, 2)
         assert manifest.transport.value == transport
-        assert served.differs_from(Path(folder)) == []
+        assert served.differs_from(folder) == []
         assert activation.engines[0].applied.root == manifest.result_root
-
-
-@pytest.mark.parametrize(
-    ("ranks", "sizes", "transport"),
-    [(4, {"ep": 2}, "nccl"), (2, {"tp": 2, "ep": 2}, "stream")],
-)
-async def test_the_engine_serves_experts_and_layers_that_ranks_divide(
-    tmp_path: Path, hub: str, ranks: int, sizes: dict[str, int], transport: Transport
-) -> None:
-    name = str(tmp_path / "mixture")
-    tiny_model("qwen3_moe").save_pretrained(name)
-    config = configure(tmp_path / "out", name, hub, ranks=ranks, transport=transport)
-    config = config.model_copy(update={"model": config.model.model_copy(update=sizes)})
-    async with serving_engine(name, hub) as served, two_ranks(config) as program:
-        folder = await train(program.client, 2, ranks=ranks // sizes.get("tp", 1))
-        _, manifest = await activate(hub, 2)
-        if manifest.collective is not None:
-            assert len(manifest.collective.reordered_tensors) == 4  # of two layers' experts
-        trained, live = hf_state(load_model(ModelConfig(name=str(folder), device="cpu"))), hf_state(served.model)
-        assert trained.keys() == live.keys()
-        assert [name for name, tensor in live.items() if not torch.equal(tensor, trained[name])] == []
 
 
 async def kill_the_agent(program: Program) -> None:
@@ -104,58 +85,69 @@ async def kill_the_agent(program: Program) -> None:
     assert await gone(ranks, 60.0)
 
 
-async def kill_the_first_rank(program: Program) -> None:
-    await kill_rank(program, 0)
-
-
-async def kill_the_last_rank(program: Program) -> None:
-    await kill_rank(program, 1)
-
-
 async def kill_rank(program: Program, rank: int) -> None:
-    """The whole trainer ends, and says that one of its ranks was killed."""
+    """The whole trainer ends, and says which of its ranks was killed."""
     pids = program.rank_pids()
-    assert len(pids) == 2
-    os.kill(pids[rank], signal.SIGKILL)
+    os.kill(program.rank_pid(rank), signal.SIGKILL)
     assert await asyncio.to_thread(program.exit_code, 60.0) != 0
     assert await gone(pids, 60.0)
-    assert "of trainer was killed by SIGKILL" in program.console.read_text()
+    assert f"rank {rank} of trainer was killed by SIGKILL" in program.console.read_text()
 
 
-DEATHS: dict[Transport, Callable[[Program], Awaitable[None]]] = {
-    "filesystem": kill_the_agent,
-    "nccl": kill_the_first_rank,
-    "stream": kill_the_last_rank,
+class Divided(NamedTuple):
+    """Ranks that divide rows, experts and layers, and how they die."""
+
+    ranks: int
+    model: dict[str, Any]
+    dies: Callable[[Program], Awaitable[None]]
+    kind: VersionKind = VersionKind.FULL
+
+    @property
+    def dp_size(self) -> int:
+        return self.ranks // int(self.model.get("tp", 1))
+
+
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+DIVIDED: dict[Transport, Divided] = {
+    "filesystem": Divided(2, {}, kill_the_agent),
+    "nccl": Divided(  # the ranks merge an adapter into their rows, and each has those of its experts
+        4,
+        {"ep": 2, "lora": LoraConfig(rank=8, alpha=16.0, target_modules=["q_proj"], target_parameters=EXPERTS)},
+        partial(kill_rank, rank=0),
+    ),
+    "stream": Divided(2, {"tp": 2, "ep": 2}, partial(kill_rank, rank=1), VersionKind.DELTA),
 }
 
 
-@pytest.mark.parametrize("transport", DEATHS)
-async def test_the_engine_has_the_rows_of_both_ranks_and_what_follows_their_death_is_of_a_new_epoch(
+@pytest.mark.parametrize("transport", DIVIDED)
+async def test_the_engine_has_what_all_ranks_divide_and_what_follows_their_death_is_of_a_new_epoch(
     tmp_path: Path, model: str, hub: str, transport: Transport
 ) -> None:
-    config = configure(tmp_path / "out", model, hub, ranks=2, transport=transport)
-    if transport == "nccl":  # the ranks merge an adapter into their rows
-        lora = LoraConfig(rank=2, alpha=4.0, target_modules=["q_proj", "down_proj"])
-        merged = config.weight_broadcast.model_copy(update={"lora_adapter_only": False})
-        model_config = config.model.model_copy(update={"lora": lora})
-        config = config.model_copy(update={"model": model_config, "weight_broadcast": merged})
-    else:
-        config = config.model_copy(update={"optim": OptimConfig(lr=1e-9)})  # changes few bits, so deltas pay
+    divided = DIVIDED[transport]
+    if divided.model:
+        tiny_model("qwen3_moe").save_pretrained(model := str(tmp_path / "mixture"))
+    config = configure(tmp_path / "out", model, hub, ranks=divided.ranks, transport=transport)
+    merged = config.weight_broadcast.model_copy(update={"lora_adapter_only": False})
+    changed = {"model": config.model.model_copy(update=divided.model), "weight_broadcast": merged}
+    if divided.kind is VersionKind.DELTA:
+        changed["optim"] = OptimConfig(lr=1e-9)  # changes few bits, so deltas pay
     async with serving_engine(model, hub) as served:
-        async with two_ranks(config) as program:
-            folder = await train(program.client, 2, ranks=2)
+        async with two_ranks(config.model_copy(update=changed)) as program:
+            folder = await train(program.client, 2, ranks=divided.dp_size)
             _, manifest = await activate(hub, 2)
-            assert served.differs_from(Path(folder)) == []
+            assert served.differs_from(folder) == []
+            assert manifest.kind is divided.kind
             if manifest.collective is not None:
-                assert manifest.collective.num_senders == 2
-            assert manifest.kind is (VersionKind.DELTA if transport == "stream" else VersionKind.FULL)
+                assert manifest.collective.num_senders == divided.ranks
+                assert len(manifest.collective.reordered_tensors) == 4  # of two layers' experts
             log = program.output_dir / "logs/trainer.log"
             # An engine may serve it before the trainer has heard so and says it.
             await polling.until(lambda log=log: "version 2 is published" in log.read_text())
             before = {name: tensor.clone() for name, tensor in hf_state(served.model).items()}
-            await program.client.submit_batch(batch(3, ranks=2))
+            await program.client.submit_batch(batch(3, ranks=divided.dp_size))
             await until(program.client, StepState.RUNNING, 3)
-            await DEATHS[transport](program)
+            assert len(program.rank_pids()) == divided.ranks
+            await divided.dies(program)
         live = hf_state(served.model)
         assert all(torch.equal(live[name], tensor) for name, tensor in before.items())
         await asyncio.to_thread(shutil.move, tmp_path / "out", tmp_path / "first")
@@ -166,7 +158,7 @@ async def test_the_engine_has_the_rows_of_both_ranks_and_what_follows_their_deat
             folder = await train(client, 1, ranks=1)
             _, manifest = await activate(hub, 1)
             assert manifest.epoch == 2
-            assert served.differs_from(Path(folder)) == []
+            assert served.differs_from(folder) == []
 
 
 async def test_the_start_looks_for_a_first_engine_several_times_a_second(hub: str) -> None:
