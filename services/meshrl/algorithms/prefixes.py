@@ -54,7 +54,8 @@ def bundles(samples: Sequence[Beginning], *, max_tokens: int, parts: int, min_sh
     sharers: dict[int, list[tuple[int, int]]] = {}
     for index, sample in enumerate(samples):
         known = roots.setdefault(sample.group, []) if sample.group is not None else []
-        prefix, root = max(((_common(samples[root], sample), root) for root in known), default=(0, -1))
+        context = sample.token_ids[: sample.first_term]
+        prefix, root = max(((common_tokens(samples[one].token_ids, context), one) for one in known), default=(0, -1))
         if prefix > 0 and prefix >= min_share * len(sample.token_ids):
             sharers[root].append((prefix, index))
         else:
@@ -68,9 +69,10 @@ def bundles(samples: Sequence[Beginning], *, max_tokens: int, parts: int, min_sh
     return [part for bundle in found for part in _divided(bundle, lengths, limit)]
 
 
-def _common(root: Beginning, sample: Beginning) -> int:
-    most = min(len(root.token_ids), sample.first_term)
-    different = np.flatnonzero(root.token_ids[:most] != sample.token_ids[:most])
+def common_tokens(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
+    """How many tokens both begin with."""
+    most = min(len(one), len(other))
+    different = np.flatnonzero(one[:most] != other[:most])
     return int(different[0]) if len(different) else most
 
 

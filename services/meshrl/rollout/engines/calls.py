@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from meshrl.algorithms.prefixes import common_tokens
 from meshrl.rollout.engines.engine_rate import CallTiming
 from meshrl.rollout.engines.engine_table import Requirement
 from meshrl.wire import completion_frame
@@ -183,7 +184,9 @@ class Session:
         """The first token of a prompt without known routes."""
         prompt = np.asarray(prompt_ids, dtype=np.int32)
         known = [
-            min(_common(prompt, call.tokens), len(call.tokens) - 1) for call in self.calls if call.tokens is not None
+            min(common_tokens(prompt, call.tokens), len(call.tokens) - 1)
+            for call in self.calls
+            if call.tokens is not None
         ]
         return max(known, default=0)
 
@@ -195,7 +198,7 @@ class Session:
         for call in self.calls:
             if call.routes is None or call.tokens is None:
                 continue
-            known = min(_common(token_ids, call.tokens), len(call.tokens) - 1)
+            known = min(common_tokens(token_ids, call.tokens), len(call.tokens) - 1)
             start = len(call.tokens) - 1 - len(call.routes)
             if known <= max(start, end):
                 continue
@@ -203,12 +206,6 @@ class Session:
             parts.append((known - max(start, end), call.routes[max(start, end) - start : known - start]))
             end = known
         return joined([*parts, (len(token_ids) - end, None)])
-
-
-def _common(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
-    length = min(len(one), len(other))
-    differs = np.flatnonzero(one[:length] != other[:length])
-    return int(differs[0]) if len(differs) else length
 
 
 class SessionBook(dict[str, Session]):
