@@ -91,6 +91,7 @@ def compose(
         free_port=free_port,
         placement=placement or place(config.gpu_demand, gpus),
         hub=running.weights or weights.server.local_address,
+        session=session,
     )
     trainer = run.trainer()
     engines = run.engines()
@@ -103,24 +104,33 @@ def compose(
         **running.model_dump(exclude_none=True),
     }
     addresses["rollout"] = running.rollout_addresses(rollout.server.local_address)
-    orchestrators: dict[str, OrchestratorConfig] = {}
-    teachers: dict[str, RolloutConfig] = {}
-    for section in config.orchestrators.values():
-        joined = f"_{section.run_id}" if isinstance(section, RunSection) else ""
-        taught = run.teacher_rollout(section, rollout, f"teacher{joined}")
-        if taught is not None:
-            teachers[f"teacher{joined}"] = taught
-        values: dict[str, object] = {
-            "services": addresses,
-            **run.deadlines(section.deadlines, ENGINE_START_S if shared else 0.0),
-            **({} if taught is None else {"teacher.rollout": [taught.server.local_address]}),
-            **({"session": session} if session and not section.session else {}),
-        }
-        if isinstance(section, RunSection) and section.output_dir == config.output_dir:
-            values["output_dir"] = Layout(config.output_dir).run_folder(section.run_id)
-        orchestrators[f"orchestrator{joined}"] = run.orchestrator(section, values)
     given_key = None if config.inference is None else config.inference.api_key
     engine_key = key_environ(given_key, rollout.client.api_key_var)
+    teachers: list[Part] = []
+    orchestrators: list[Part] = []
+    for section in config.orchestrators.values():
+        run_id = section.run_id if isinstance(section, RunSection) else ""
+        of_run = f"_{run_id}" if run_id else ""
+        name = f"teacher{of_run}"
+        taught = run.teacher_rollout(section, rollout, name)
+        if taught is not None:
+            teacher = Part(
+                name=name, module="meshrl.rollout.main", config=taught, end_stage=CLIENTS, restarts=config.restarts
+            )
+            teachers.append(teacher)
+        orchestrator = run.orchestrator(section, addresses, taught, ENGINE_START_S if shared else 0.0)
+        scores = any(algo.type in ("opsd", "custom") for algo in orchestrator.algos.values())
+        orchestrators.append(
+            Part(
+                name=f"orchestrator{of_run}",
+                module="meshrl.orchestrator.main",
+                config=orchestrator,
+                end_stage=0,
+                run_id=run_id,
+                environ=engine_key if scores else {},  # it calls engines itself
+                restarts=config.restarts_of("orchestrator"),
+            )
+        )
     parts = [
         Part(
             name="weights",
@@ -148,24 +158,9 @@ def compose(
             environ=engine_key,
             restarts=config.restarts,
         ),
+        *teachers,
+        *orchestrators,
     ]
-    parts += [
-        Part(name=name, module="meshrl.rollout.main", config=taught, end_stage=CLIENTS, restarts=config.restarts)
-        for name, taught in teachers.items()
-    ]
-    for name, orchestrator in orchestrators.items():
-        scores = any(algo.type in ("opsd", "custom") for algo in orchestrator.algos.values())
-        parts.append(
-            Part(
-                name=name,
-                module="meshrl.orchestrator.main",
-                config=orchestrator,
-                end_stage=0,
-                run_id=orchestrator.run_id if name != "orchestrator" else "",
-                environ=engine_key if scores else {},  # it calls engines itself
-                restarts=config.restarts_of("orchestrator"),
-            )
-        )
     return tuple(part for part in parts if part.name not in running.replaced())
 
 
@@ -176,6 +171,7 @@ class _Composition:
     placement: Placement
     hub: str
     """Address of the weight hub."""
+    session: str
 
     def engines_of_the_hub(self, started: int, client: ClientConfig) -> dict[str, object]:
         values: dict[str, object] = {
@@ -209,8 +205,21 @@ class _Composition:
             values["release_memory"] = True
         return with_values(_with_port(config.trainer, self.free_port), values)
 
-    def orchestrator(self, section: OrchestratorConfig, values: dict[str, object]) -> OrchestratorConfig:
+    def orchestrator(
+        self,
+        section: OrchestratorConfig,
+        addresses: Mapping[str, object],
+        taught: RolloutConfig | None,
+        trainer_held_s: float,
+    ) -> OrchestratorConfig:
         config, ckpt = self.config, self.config.trainer.ckpt
+        values: dict[str, object] = {"services": addresses, **self.deadlines(section.deadlines, trainer_held_s)}
+        if taught is not None:
+            values["teacher.rollout"] = [taught.server.local_address]
+        if self.session and not section.session:
+            values["session"] = self.session
+        if isinstance(section, RunSection) and section.output_dir == config.output_dir:
+            values["output_dir"] = Layout(config.output_dir).run_folder(section.run_id)
         if config.inference is not None and config.inference.sleep_while_training:
             values["sleep_engines"] = True
         if ckpt is not None and not ckpt.weights_only and config.starts("trainer"):
