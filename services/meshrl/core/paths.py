@@ -81,10 +81,6 @@ class Layout:
     def traces(self) -> Path:
         return self.output_dir / "traces"
 
-    def trace(self, service: str) -> Path:
-        """Spans as OTLP JSON lines."""
-        return self.traces / f"{service}.jsonl.zst"
-
     @property
     def rollouts(self) -> Path:
         return self.output_dir / "rollouts"
@@ -98,9 +94,6 @@ class Layout:
     def checkpoints(self) -> Path:
         """To resume from, a folder a step."""
         return self.output_dir / "checkpoints"
-
-    def checkpoint_step(self, step: int) -> Path:
-        return self.checkpoints / f"step_{step}"
 
     @property
     def broadcasts(self) -> Path:

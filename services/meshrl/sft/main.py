@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from meshrl.core.config import ConfigError, dump_toml, load_config
 from meshrl.core.paths import Layout
-from meshrl.core.run_folder import empty_folder
+from meshrl.core.run_folder import empty_folder, writing_to
 from meshrl.core.slurm.submit import BatchJob, submit
 from meshrl.core.telemetry.log_folder import BEGUN, begin_attempt
 from meshrl.prime_rl import PrimeRLKeys
@@ -67,10 +67,11 @@ def _prepare(config: SFTConfig) -> None:
     """Carries out --dry-run, which ends the process, or --clean-output-dir, and begins the logs."""
     try:
         if not config.dry_run:
-            if config.clean_output_dir:
-                empty_folder(config.output_dir, keep=config.begins_with)
-            if BEGUN not in os.environ:
-                begin_attempt(Layout(config.output_dir))
+            with writing_to(config.output_dir):
+                if config.clean_output_dir:
+                    empty_folder(config.output_dir, keep=config.begins_with)
+                if BEGUN not in os.environ:
+                    begin_attempt(Layout(config.output_dir))
             return
         checks = []
         if config.bench is None:  # which makes its rows
@@ -81,13 +82,12 @@ def _prepare(config: SFTConfig) -> None:
         if doubt is not None:
             sys.stdout.write(f"warning: {doubt}\n")
         path = Layout(config.output_dir).config("sft")
-        dump_toml(config.model_copy(update={"clean_output_dir": False, "dry_run": False}), path)
+        with writing_to(config.output_dir):
+            dump_toml(config.model_copy(update={"clean_output_dir": False, "dry_run": False}), path)
         sys.stdout.write(f"dry run: the configuration is valid; the resolved file is {path}\n")
         sys.exit(0)
     except ConfigError as error:
         sys.stderr.write(f"sft: {error}\n")
-    except OSError as error:
-        sys.stderr.write(f"sft: output_dir {str(config.output_dir)!r} cannot be written: {error.strerror}\n")
     sys.exit(2)
 
 

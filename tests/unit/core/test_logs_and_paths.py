@@ -148,8 +148,6 @@ def test_everything_lies_under_the_output_dir():
     layout = Layout(Path("out"))
     assert layout.log("trainer") == Path("out/logs/trainer.log")
     assert layout.config("rl") == Path("out/configs/rl.toml")
-    assert layout.trace("weights") == Path("out/traces/weights.jsonl.zst")
-    assert layout.checkpoint_step(3) == Path("out/checkpoints/step_3")
     for path in (layout.metrics_jsonl, layout.summary_json, layout.broadcasts, layout.ledger):
         assert path.parent == Path("out")
 

@@ -14,10 +14,11 @@ from meshrl.core.paths import Layout
 from meshrl.orchestrator.ledger.rows import StepRecord
 from meshrl.orchestrator.work.screening import RunTotals
 from meshrl.sampling.retry import RunError
+from meshrl.wire.saved_steps import step_folder
 
 
 def state_path(layout: Layout, step: int) -> Path:
-    return layout.checkpoint_step(step) / "orchestrator" / "progress.json"
+    return step_folder(layout.checkpoints, step) / "orchestrator" / "progress.json"
 
 
 def write_state(layout: Layout, record: StepRecord) -> None:
