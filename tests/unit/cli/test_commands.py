@@ -223,6 +223,38 @@ def test_programs_that_were_started_by_hand_are_a_run_that_goes_on(tmp_path: Pat
     assert json.loads(meshrl("status", "--json", "-o", str(tmp_path)).output)["waiting"] == ""
 
 
+def test_a_mesh_is_no_run_whose_steps_are_missing(tmp_path: Path) -> None:
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs/rl.toml").write_text("max_steps = 3\n")
+    (tmp_path / "configs/trainer.toml").write_text('[server]\nhost = "127.0.0.1"\nport = 1\n')
+
+    def headline() -> str:
+        return str(json.loads(meshrl("status", "--json", "-o", str(tmp_path)).output)["headline"])
+
+    assert headline() == f"{tmp_path}: not running, a mesh without a run"
+    for name in ("run_b", "run_a"):
+        (tmp_path / name).mkdir()
+    assert headline() == f"{tmp_path}: not running, a mesh; its runs are in run_a, run_b"
+
+
+def test_an_engine_that_takes_requests_while_it_prepares_a_version_is_well() -> None:
+    row = ServiceRow(service="engine", address="http://127.0.0.1:1", state="prepared", figures={"routable": True})
+    assert row.is_well
+    assert not dataclasses.replace(row, figures={"routable": False}).is_well
+
+
+def test_a_trainer_without_a_run_for_the_caller_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def of_another_tenant(*arguments: object) -> SimpleNamespace:
+        return SimpleNamespace(runs=())
+
+    monkeypatch.setattr("meshrl.client.trainer.TrainerClient.get_trainer", of_another_tenant)
+    result = meshrl("doctor", "--address", "127.0.0.1:1")
+    assert result.exit_code == 1
+    assert result.output == (
+        "Error: the trainer at 127.0.0.1:1 shows this caller no run: name a run's folder with -o\n"
+    )
+
+
 def test_a_server_with_a_certificate_that_is_called_without_one_is_explained(tmp_path: Path) -> None:
     hub = tmp_path / "hub"
     Authority.create(tmp_path / "credentials", "run").issue(hub, Role.HUB, "hub")

@@ -168,13 +168,17 @@ def causes(folder: RunFolder, run: Observed) -> list[Diagnosis]:
 
 
 async def observed_at(address: str, options: ChannelOptions) -> Observed:
-    """From the trainer's last steps alone: the orchestrator's metrics are in its folder. Raises MeshError."""
+    """From the trainer's last steps alone: the orchestrator's metrics are in its folder. Raises MeshError,
+    and CliError where the caller may see no run."""
     from meshrl.client import TrainerClient  # gRPC, which a machine is examined without
     from meshrl.wire.types import StepState
 
     series = RunSeries()
     async with TrainerClient(address, options) as client, asyncio.timeout(WATCH_S):
-        own = (await client.get_trainer()).runs[0]
+        runs = (await client.get_trainer()).runs
+        if not runs:
+            raise CliError(f"the trainer at {address} shows this caller no run: name a run's folder with -o")
+        own = runs[0]
         if own.revision > own.oldest_revision:
             async with aclosing(client.watch_steps(own.run_id, own.oldest_revision)) as events:
                 async for event in events:

@@ -44,7 +44,8 @@ class ServiceRow:
 
     @property
     def is_well(self) -> bool:
-        return self.state in ("serving", "running", "ready")
+        takes_requests = bool(self.figures.get("routable"))  # an engine, also while it prepares a version
+        return takes_requests or self.state in ("serving", "running", "ready")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,7 +258,10 @@ def _headline(folder: RunFolder, last: JsonObject | None, now_s: float, *, runni
     of = folder.config("orchestrator").get("max_steps")
     over = "finished" if last is not None and last["step"] == of else "not running"
     parts = ["running" if running else over]
-    if last is None:
+    if last is None and folder.config("rl") and not folder.config("orchestrator"):
+        runs = ", ".join(path.name for path in sorted(folder.path.glob("run_*")))
+        parts.append(f"a mesh; its runs are in {runs}" if runs else "a mesh without a run")
+    elif last is None:
         parts.append("no step has ended yet")
     else:
         parts.append(f"step {last['step']}" + (f" of {of}" if isinstance(of, int) else ""))
