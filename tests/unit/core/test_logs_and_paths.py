@@ -70,6 +70,12 @@ def test_libraries_that_log_every_call_are_shown_at_debug_alone(tmp_path, level,
     assert (tmp_path / "log").read_text().splitlines()[-1].endswith("lost")
 
 
+def test_debug_has_no_lines_of_grpcs_own_for_each_channel(tmp_path):
+    setup_logging("rollout", "debug", tmp_path / "log")
+    logging.getLogger("grpc._cython.cygrpc").debug("[_cygrpc] Loaded running loop: id(loop)=%d", 7)
+    assert (tmp_path / "log").read_text() == ""
+
+
 def test_json_lines_can_be_parsed(tmp_path):
     setup_logging("weights", "info", tmp_path / "log", json_logging=True)
     logger.bind(version=4).info("committed")

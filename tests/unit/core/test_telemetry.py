@@ -217,7 +217,7 @@ logger.info("closed {} {}", made + 1, time.monotonic() - began)
 @pytest.mark.parametrize(
     ("kind", "runs", "lines"),
     [
-        ("is down", "until given up", ["does not take spans; traces/", "or more spans; traces/"]),
+        ("is down", "until given up", ["Connection refused", "or more spans; traces/"]),
         ("is down", "0", ["missed the last spans; traces/"]),
         ("never answers", "4", ["missed the last spans; traces/"]),
         ("works", "0", []),

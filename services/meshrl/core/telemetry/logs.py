@@ -26,6 +26,8 @@ FORMAT = (
 )
 # Libraries that log every request at INFO, which is shown from level debug on.
 _CHATTY = ("aiohttp.access", "asyncio", "filelock", "httpcore", "httpx", "mcp", "openai", "urllib3")
+# Has several lines for each new channel at DEBUG, and no other use for that level.
+_GRPC = "grpc._cython.cygrpc"
 # Errors of this module are a stranger's bytes that are no HTTP: answered with 400, but logged with a traceback each.
 _BAD_HTTP = "aiohttp.http_exceptions"
 # What gRPC logs as an error with a traceback where a caller's end, such as its deadline, overtakes an answer to it.
@@ -120,6 +122,7 @@ def setup_logging(name: str, level: str, log_file: Path | None = None, *, json_l
         )
     logging.basicConfig(handlers=[_IntoLoguru()], level=level if level != "TRACE" else "DEBUG", force=True)
     logging.captureWarnings(True)
+    logging.getLogger(_GRPC).setLevel(logging.INFO)
     for library in _CHATTY:
         logging.getLogger(library).setLevel(logging.INFO if level in ("TRACE", "DEBUG") else logging.WARNING)
 

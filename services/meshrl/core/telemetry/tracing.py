@@ -87,11 +87,24 @@ class SpanProvider(TracerProvider):
         self.processors += (span_processor,)
 
 
+class _LastFailure(logging.Filter):
+    """Keeps why the exporter's latest attempt failed, and logs nothing: it has a line for each."""
+
+    text = ""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = " ".join(record.getMessage().split())
+        if "max retries" not in text:  # that it gives up, after the reason of each attempt
+            self.text = text
+        return False
+
+
 class CollectorExporter(SpanExporter):
     """Passes batches on to OpenTelemetry's exporter, which retries, and notes whether the collector takes them."""
 
-    def __init__(self, inner: SpanExporter) -> None:
+    def __init__(self, inner: SpanExporter, failure: _LastFailure) -> None:
         self._inner = inner
+        self._failure = failure
         self._fails = False  # the latest batch was given up
         self._sending_since_s: float | None = None
         self.missed = 0
@@ -104,8 +117,9 @@ class CollectorExporter(SpanExporter):
         if self._fails:
             if not self.missed:
                 logger.warning(
-                    "the collector (OTEL_EXPORTER_OTLP_ENDPOINT) does not take spans; traces/ of the output folder has"
-                    " them all"
+                    "the collector (OTEL_EXPORTER_OTLP_ENDPOINT, OTLP over HTTP) does not take spans; traces/ of the"
+                    " output folder has them all: {}",
+                    self._failure.text or "it gave no reason",
                 )
             self.missed += len(spans)
         return result
@@ -204,5 +218,7 @@ def _collector_exporter(environment: Mapping[str, str]) -> CollectorExporter | N
         logger.warning("no traces to the collector: install opentelemetry-exporter-otlp-proto-http")
         return None
     chosen = any(environment.get(name) for name in COMPRESSION_VARIABLES)
-    logging.getLogger(OTLPSpanExporter.__module__).setLevel(logging.CRITICAL)  # a line for each try
-    return CollectorExporter(OTLPSpanExporter(compression=None if chosen else Compression.Gzip))
+    own, failure = logging.getLogger(OTLPSpanExporter.__module__), _LastFailure()
+    own.setLevel(logging.WARNING)
+    own.addFilter(failure)
+    return CollectorExporter(OTLPSpanExporter(compression=None if chosen else Compression.Gzip), failure)
