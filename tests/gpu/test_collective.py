@@ -17,7 +17,7 @@ import torch
 
 from meshrl.versions.collective.broadcasting import Receiver, Sender
 from meshrl.versions.collective.communicator import open_store, reach_store
-from meshrl.versions.collective.digest import digest_bytes, sum128
+from meshrl.versions.collective.digest import digest_bytes, sum128, sum128_each
 from meshrl.versions.collective.plan import PublishPlan
 from meshrl.versions.snapshot import take_snapshot
 from meshrl.wire import manifest as manifests
@@ -73,6 +73,14 @@ def test_a_gpus_digest_is_that_of_the_cpu(dtype: torch.dtype, num: int, first_wo
     expected = digest_bytes(sum128(tensor, first_word))
     for index in range(torch.cuda.device_count()):  # the thread's device is the first one throughout
         assert digest_bytes(sum128(tensor.to(f"cuda:{index}"), first_word)) == expected
+
+
+def test_digests_of_many_tensors_at_once_are_those_of_each() -> None:
+    room = torch.randint(0, 256, (2**20,), dtype=torch.uint8).cuda()
+    places = [(0, 0), (0, 5), (1, 8192), (16, 70_001), (4098, 2**20), (7, 9)]
+    tensors, first = [room[begin:end] for begin, end in places], [3 * index for index in range(len(places))]
+    expected = torch.stack([sum128(tensor.cpu(), at) for tensor, at in zip(tensors, first, strict=True)])
+    assert torch.equal(sum128_each(tensors, first).cpu(), expected)
 
 
 @two_gpus

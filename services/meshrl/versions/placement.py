@@ -19,13 +19,14 @@ import torch
 from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshrl.versions.collective.digest import sum128, sum128_at, sum128_rows
+from meshrl.versions.collective.digest import on_gpu, sum128, sum128_at, sum128_rows, sums_at
 from meshrl.versions.deltas.codec import DeltaError, read_stream
 from meshrl.versions.deltas.on_device import decode_on_device, moved_bits
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.tensors import DTYPES
 from meshrl.wire.types import Manifest
 
+KERNEL_CHANGES, KERNEL_PROGRAMS = 1024, 256  # of a program at once; for one part at most
 DIGEST_VALUES = 2**22  # of a part in columns, digested at once
 _WORDS = {2: torch.int16, 4: torch.int32}
 _FILLS = ("aten::fill_", "aten::zero_")
@@ -96,6 +97,17 @@ def _change(move: Move, parameter: torch.Tensor, at_C: torch.Tensor, steps_C: to
         words[where] = after
     else:
         words.index_add_(0, where, torch.where(inside, after - before, 0))  # the others stand for an element that stays
+
+
+def _change_runs(rows: Sequence[tuple[int, ...]], bits: int, at_C: torch.Tensor, steps_C: torch.Tensor) -> None:
+    """As `_change`, in many parameters of a GPU; rows as of `change_words`."""
+    # compiled once a process; Triton is there only where torch has a GPU
+    from meshrl.versions.deltas.change_kernel import change_words
+
+    most = max(end - begin for begin, end, *_ in rows)
+    grid = (len(rows), min(KERNEL_PROGRAMS, -(-most // KERNEL_CHANGES)))
+    with torch.cuda.device(at_C.device):  # Triton launches on the thread's device, whatever the tensor's is
+        change_words[grid](on_gpu(rows, at_C.device), at_C, steps_C, BITS=bits, CHANGES=KERNEL_CHANGES)
 
 
 Steps = Sequence[tuple[int, int, int]]  # (size, stride in the tensor, stride in the parameter) of each dimension
@@ -254,10 +266,18 @@ class WeightPlacement:
             if pieces and pieces[-1].run.start + pieces[-1].run.values * pieces[-1].run.width > manifest.num_bytes:
                 raise DeltaError("it changes what lies beyond the weights")
             for width, at_C, steps_C in decode_on_device(pieces, device, num_threads):
+                at_once: list[tuple[int, ...]] = []
                 for first, move, begin, end in self._spans(manifest, width, at_C):
                     if move is None:
                         raise DeltaError(f"it changes elements of {width} bytes that have another size")
-                    _change(move, parameters[move.parameter], at_C[begin:end] - first, steps_C[begin:end])
+                    parameter = parameters[move.parameter]
+                    if at_C.device.type == "cuda" and move.is_run:
+                        run = (first + move.from_offset, move.to_stride[0], move.to_offset)
+                        at_once.append((begin, end, parameter.data_ptr(), *run))
+                    else:
+                        _change(move, parameter, at_C[begin:end] - first, steps_C[begin:end])
+                if at_once:
+                    _change_runs(at_once, 8 * width, at_C, steps_C)
         except DeltaError as error:
             text = f"the delta to version {manifest.version} is refused: {error}"
             raise MeshError(Reason.DIGEST_MISMATCH, text) from error
@@ -281,16 +301,24 @@ class WeightPlacement:
 
     @torch.no_grad()
     def digests(self, parameters: Mapping[str, torch.Tensor]) -> PartDigests:
-        found: dict[str, dict[str, tuple[int, torch.Tensor]]] = {}
-        for tensor, moves in self._moves.items():
-            found[tensor] = {}
-            for move in moves:
-                found[tensor][move.part] = (move.values, _lanes(move, move.of(parameters)))
-        lanes = iter(torch.stack([lanes for parts in found.values() for _, lanes in parts.values()]).tolist())
-        return {
-            tensor: {part: (values, next(lanes)) for part, (values, _) in parts.items()}
-            for tensor, parts in found.items()
-        }
+        parts = [(tensor, move) for tensor, moves in self._moves.items() for move in moves]
+        device = next(iter(parameters.values())).device
+        lanes = torch.zeros((len(parts), 2), dtype=torch.int64, device=device)
+        runs: dict[int, tuple[int, int, int]] = {}
+        for index, (_, move) in enumerate(parts):
+            held = parameters[move.parameter]
+            if device.type == "cuda" and move.is_run and move.to_stride == (1,) and held.itemsize > 1:
+                halves = held.itemsize // 2
+                address = held.data_ptr() + move.to_offset * held.itemsize
+                runs[index] = (address, move.values * halves, move.from_offset * halves)
+            else:
+                lanes[index] = _lanes(move, move.of(parameters))
+        if runs:
+            lanes[on_gpu(list(runs), device)] = sums_at(list(runs.values()), device)
+        found: dict[str, dict[str, tuple[int, Sequence[int]]]] = {tensor: {} for tensor in self._moves}
+        for (tensor, move), of_part in zip(parts, lanes.tolist(), strict=True):
+            found[tensor][move.part] = (move.values, of_part)
+        return found
 
 
 def _lanes(move: Move, view: torch.Tensor) -> torch.Tensor:

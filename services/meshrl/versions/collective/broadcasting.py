@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from meshrl.versions.collective import scatter
 from meshrl.versions.collective.communicator import Communicator, Operation, reach_store
-from meshrl.versions.collective.digest import digest_bytes, sum128
+from meshrl.versions.collective.digest import digest_bytes, sum128_each
 from meshrl.versions.collective.plan import Bucket, PublishPlan
 from meshrl.versions.collective.scatter import Message, Offer
 from meshrl.versions.deltas.codec import DeltaError, joined, read_stream
@@ -241,7 +241,7 @@ class Receiver:
         def take(index: int, flat: torch.Tensor) -> None:
             began_s = time.perf_counter()
             tensors = self._assemble(plan.tensors, plan.buckets[index], flat)
-            digests.extend(sum128(tensor) for _, tensor in tensors)
+            digests.append(sum128_each([tensor for _, tensor in tensors], [0] * len(tensors)))
             verified_s = time.perf_counter()
             sink(tensors)
             times.verify_s += verified_s - began_s
@@ -250,7 +250,7 @@ class Receiver:
         sizes = [[end - begin for begin, end in bucket.spans] for bucket in plan.buckets]
         self._take(plan, sizes, Communicator.broadcast, take, stall_s, times)
         began_s = time.perf_counter()
-        for entry, lanes in zip(manifest.tensors, torch.stack(digests).cpu(), strict=True):
+        for entry, lanes in zip(manifest.tensors, torch.cat(digests).cpu(), strict=True):
             if digest_bytes(lanes) != entry.digest:
                 text = f"tensor {entry.name!r} of version {manifest.version} is not what its manifest says"
                 raise MeshError(Reason.DIGEST_MISMATCH, text)

@@ -23,16 +23,49 @@ GOLDEN, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111E
 SPREAD = 0xD6E8FEB86659FD93
 BLOCK_WORDS = 2**14
 KERNEL_WORDS = 4096
+KERNEL_PROGRAMS = 1024  # for one tensor at most
 
 
 def sum128(tensor: torch.Tensor, first_word: int = 0) -> torch.Tensor:
     """(2,) int64 lanes, on its device, of a contiguous tensor whose first word has place `first_word`."""
     if tensor.numel() == 0:  # which may have no strides that a view wants
         return torch.zeros(2, dtype=torch.int64, device=tensor.device)
-    words = _words(tensor)
     if tensor.device.type == "cuda":
-        return _on_gpu(words, first_word)
-    return torch.from_numpy(_on_cpu(words.numpy().view(np.uint16), first_word).view(np.int64))
+        return sum128_each([tensor], [first_word])[0]
+    return torch.from_numpy(_on_cpu(_words(tensor).numpy().view(np.uint16), first_word).view(np.int64))
+
+
+def sum128_each(tensors: Sequence[torch.Tensor], first_words: Sequence[int]) -> torch.Tensor:
+    """(T, 2) int64 lanes as of `sum128`, of tensors on one device; a GPU takes one pass for all."""
+    if not tensors or tensors[0].device.type != "cuda":
+        lanes = [sum128(tensor, first) for tensor, first in zip(tensors, first_words, strict=True)]
+        return torch.stack(lanes) if lanes else torch.zeros((0, 2), dtype=torch.int64)
+    whole = [_words(each.clone()) if (each.nbytes | each.data_ptr()) % 2 else each for each in tensors]
+    rows = [(each.data_ptr(), each.nbytes // 2, first) for each, first in zip(whole, first_words, strict=True)]
+    return sums_at(rows, tensors[0].device)
+
+
+def sums_at(rows: Sequence[tuple[int, int, int]], device: torch.device) -> torch.Tensor:
+    """(T, 2) int64 lanes of words in a GPU's memory; rows: address, number of words, place of the first one.
+
+    A call to torch for each tensor would each time wait for the interpreter's lock beside an engine that samples.
+    """
+    # compiled once a process; Triton is there only where torch has a GPU
+    from meshrl.versions.collective.digest_kernel import digest_words
+
+    programs = min(KERNEL_PROGRAMS, max(1, -(-max(words for _, words, _ in rows) // KERNEL_WORDS)))
+    partial = torch.empty((len(rows), programs, 2), dtype=torch.int64, device=device)
+    near = partial.data_ptr()
+    table = [((address - near) // 2, words, first) for address, words, first in rows]
+    aligned = all(away % 8 == 0 for away, _, _ in table)
+    with torch.cuda.device(device):  # Triton launches on the thread's device, whatever the tensor's is
+        digest_words[(len(rows), programs)](on_gpu(table, device), partial, WORDS=KERNEL_WORDS, ALIGNED=aligned)
+    return partial.sum(dim=1)
+
+
+def on_gpu(rows: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
+    """A table of a kernel, int64, without a wait for the device."""
+    return torch.tensor(rows, dtype=torch.int64).pin_memory().to(device, non_blocking=True)
 
 
 def sum128_at(tensor: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
@@ -117,14 +150,3 @@ def sums_of(z: NDArray[np.uint64], spare: NDArray[np.uint64], begins: Sequence[i
     first = totals()
     z ^= np.right_shift(z, np.uint64(29), out=spare)
     return np.stack([first, totals() * np.uint64(SPREAD)], axis=-1)
-
-
-def _on_gpu(words: torch.Tensor, first_word: int) -> torch.Tensor:
-    # compiled once a process; Triton is there only where torch has a GPU
-    from meshrl.versions.collective.digest_kernel import digest_words
-
-    blocks = -(-words.numel() // KERNEL_WORDS)
-    partial = torch.empty((2, blocks), dtype=torch.int64, device=words.device)
-    with torch.cuda.device(words.device):  # Triton launches on the thread's device, whatever the tensor's is
-        digest_words[(blocks,)](words, partial, words.numel(), first_word, blocks, WORDS=KERNEL_WORDS)
-    return partial.sum(dim=1)

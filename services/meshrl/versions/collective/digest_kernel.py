@@ -1,4 +1,4 @@
-"""The additive digest on a GPU: one pass over the words at the speed of the memory."""
+"""The additive digest on a GPU: one pass over the words of many tensors at the speed of the memory."""
 
 # mypy: ignore-errors
 # (Triton compiles these functions itself; they have no Python types.)
@@ -10,20 +10,46 @@ import triton.language as tl
 
 
 @triton.jit
-def digest_words(words_ptr, partial_ptr, num_words, first_word, num_blocks, WORDS: tl.constexpr):
-    """Each program sums the two lanes of WORDS words into column `program` of partial (2, num_blocks)."""
-    block = tl.program_id(0).to(tl.int64)
-    place = block * WORDS + tl.arange(0, WORDS).to(tl.int64)
-    inside = place < num_words
-    word = tl.load(words_ptr + place, mask=inside, other=0).to(tl.uint16, bitcast=True).to(tl.uint64)
-    golden = tl.full((1,), 0x9E3779B97F4A7C15, tl.uint64)
-    z = word + (place + first_word + 1).to(tl.uint64) * golden
+def _terms(word, place):
+    """The terms of both lanes of words (W,) int16 whose places, plus one, are `place`."""
+    z = word.to(tl.uint16, bitcast=True).to(tl.uint64)
+    z += place.to(tl.uint64) * tl.full((1,), 0x9E3779B97F4A7C15, tl.uint64)
     z = (z ^ (z >> 30)) * tl.full((1,), 0xBF58476D1CE4E5B9, tl.uint64)
     z = (z ^ (z >> 27)) * tl.full((1,), 0x94D049BB133111EB, tl.uint64)
     z = z ^ (z >> 31)
     spread = (z ^ (z >> 29)) * tl.full((1,), 0xD6E8FEB86659FD93, tl.uint64)
-    nothing = tl.zeros((WORDS,), tl.uint64)
-    lane_0 = tl.sum(tl.where(inside, z, nothing).to(tl.int64, bitcast=True), axis=0)
-    lane_1 = tl.sum(tl.where(inside, spread, nothing).to(tl.int64, bitcast=True), axis=0)
-    tl.store(partial_ptr + block, lane_0)
-    tl.store(partial_ptr + num_blocks + block, lane_1)
+    return z.to(tl.int64, bitcast=True), spread.to(tl.int64, bitcast=True)
+
+
+@triton.jit
+def digest_words(table_ptr, partial_ptr, WORDS: tl.constexpr, ALIGNED: tl.constexpr):
+    """Program (t, p) of a grid (T, P) sums the two lanes of tensor t's blocks p, p + P, ... of WORDS words each.
+
+    `table` (T, 3) int64: words from `partial` to the first one in memory, how many they are, place of the first one.
+    `partial` (T, P, 2) int64. ALIGNED: all of the first are multiples of 8, so that eight words are loaded at once.
+    """
+    tensor, program = tl.program_id(0), tl.program_id(1)
+    away = tl.load(table_ptr + 3 * tensor)
+    num_words = tl.load(table_ptr + 3 * tensor + 1)
+    first_place = tl.load(table_ptr + 3 * tensor + 2) + 1
+    if ALIGNED:
+        away = tl.multiple_of(away, 8)
+    words_ptr = partial_ptr.to(tl.pointer_type(tl.int16)) + away
+    lane_0 = tl.full((), 0, tl.int64)
+    lane_1 = tl.full((), 0, tl.int64)
+    whole = num_words // WORDS
+    for block in range(program, whole, tl.num_programs(1)):
+        place = tl.cast(block, tl.int64) * WORDS + tl.arange(0, WORDS)
+        term_0, term_1 = _terms(tl.load(words_ptr + place), place + first_place)
+        lane_0 += tl.sum(term_0, axis=0)
+        lane_1 += tl.sum(term_1, axis=0)
+    if program == whole % tl.num_programs(1):
+        place = whole * WORDS + tl.arange(0, WORDS)
+        inside = place < num_words
+        term_0, term_1 = _terms(tl.load(words_ptr + place, mask=inside, other=0), place + first_place)
+        nothing = tl.zeros((WORDS,), tl.int64)
+        lane_0 += tl.sum(tl.where(inside, term_0, nothing), axis=0)
+        lane_1 += tl.sum(tl.where(inside, term_1, nothing), axis=0)
+    at = partial_ptr + 2 * (tensor.to(tl.int64) * tl.num_programs(1) + program)
+    tl.store(at, lane_0)
+    tl.store(at + 1, lane_1)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
 from loguru import logger
 
-from meshrl.versions.collective.digest import sum128
+from meshrl.versions.collective.digest import sum128_each
 from meshrl.versions.collective.plan import Piece
 from meshrl.versions.deltas.codec import Packed, Rows, encode, stream_bytes
 from meshrl.versions.deltas.digests import Lanes, edits_of, lanes_after
@@ -87,16 +88,16 @@ class BaseRows:
     def _digests(self, snapshot: Snapshot) -> Lanes:
         pieces = list(snapshot.plan.pieces(snapshot.sender))
 
-        def digest(piece: Piece) -> torch.Tensor:
-            found = sum128(snapshot.flat[piece.place], piece.start // 2)
+        def digests(some: Sequence[Piece]) -> torch.Tensor:
+            found = sum128_each([snapshot.flat[piece.place] for piece in some], [piece.start // 2 for piece in some])
             self._progress.moved()
             return found
 
         on_gpu = snapshot.ready is not None
-        found = list(map(digest, pieces)) if on_gpu else list(self._threads.map(digest, pieces))
+        found = [digests(pieces)] if on_gpu else list(self._threads.map(digests, ([piece] for piece in pieces)))
         lanes = torch.zeros((len(snapshot.tensors), 2), dtype=torch.int64)
         if pieces:
-            lanes[[piece.tensor for piece in pieces]] = torch.stack(found).cpu()
+            lanes[[piece.tensor for piece in pieces]] = torch.cat(found).cpu()
         return lanes.numpy().view(np.uint64)
 
     def _stays_on_gpu(self, flat: torch.Tensor) -> bool:

@@ -1,0 +1,55 @@
+"""The kernels of GPUs, interpreted by Triton on a CPU, give what the CPU gives."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+INTERPRETED = """
+import torch
+from meshrl.versions.collective.digest import sum128
+from meshrl.versions.collective.digest_kernel import digest_words
+from meshrl.versions.deltas.change_kernel import change_words
+from meshrl.versions.deltas.on_device import moved_bits
+
+torch.manual_seed(0)
+room = torch.randint(-(2**15), 2**15, (20_000,), dtype=torch.int16)
+views = [room[16:16], room[32:33], room[64 : 64 + 4096], room[8192:18000]]
+places = [0, 7, 2**33 + 1, 5]
+for aligned, shift in ((True, 0), (False, 1)):
+    parts = [room[v.storage_offset() + shift :][: len(v)] for v in views]
+    partial = torch.empty((len(parts), 3, 2), dtype=torch.int64)
+    rows = [((p.data_ptr() - partial.data_ptr()) // 2, len(p), first) for p, first in zip(parts, places)]
+    assert not aligned or all(away % 8 == 0 for away, *_ in rows)
+    digest_words[(len(rows), 3)](torch.tensor(rows), partial, WORDS=1024, ALIGNED=aligned)
+    expected = torch.stack([sum128(p, first) for p, first in zip(parts, places)])
+    assert torch.equal(partial.sum(dim=1), expected), (partial.sum(dim=1), expected)
+
+for dtype, bits in ((torch.int16, 16), (torch.int32, 32)):
+    ends = torch.iinfo(dtype)
+    held = [torch.randint(ends.min, ends.max, (3000,), dtype=dtype) for _ in range(2)]
+    held[0][:4] = torch.tensor([0, -1, ends.min, ends.max], dtype=dtype)
+    expected = [each.clone() for each in held]
+    at = torch.cat([torch.arange(100, 1500), torch.arange(5000, 6000, 2)])
+    steps = torch.randint(-40_000, 40_000, at.shape)
+    # the first run lies 100 elements on in the stream, the second in every third element of its parameter
+    rows = [(0, 1400, held[0].data_ptr(), 100, 1, 0), (1400, 1900, held[1].data_ptr(), 5000, 3, 2)]
+    change_words[(2, 2)](torch.tensor(rows), at, steps, BITS=bits, CHANGES=256)
+    for target, (begin, end, _, origin, stride, to) in zip(expected, rows):
+        where = (at[begin:end] - origin) * stride + to
+        target[where] = moved_bits(target[where], steps[begin:end])
+    assert all(map(torch.equal, held, expected)), dtype
+"""
+
+
+def test_kernels_give_what_the_cpu_gives() -> None:
+    """Triton must know before it is imported that it interprets."""
+    pytest.importorskip("triton", reason="comes with torch for GPUs")
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
