@@ -30,7 +30,7 @@ def test_a_delta_in_place_has_the_bits_of_a_cpu(ranks: int, share: float) -> Non
         name: torch.where(torch.rand(word.shape) < share, word + torch.randint(-9, 9, word.shape).short(), word)
         for name, word in words.items()
     }
-    before, after = (whole_snapshot({n: t.view(torch.bfloat16) for n, t in state.items()}) for state in (words, new))
+    before, after = (whole_snapshot({n: t.view(old[n].dtype) for n, t in state.items()}) for state in (words, new))
     tensors = tuple(replace(entry, digest=digest_bytes(sum128(new[entry.name]))) for entry in after.tensors)
     line = VersionLine(run_id="run", epoch=1)
     manifest = line.manifest(2, Transport.STREAM, tensors, digest_algorithm=SUM128)
