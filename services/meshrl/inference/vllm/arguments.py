@@ -122,8 +122,11 @@ def _graphs(given: JsonObject) -> dict[str, list[int]]:
 def _on_this_device(given: JsonObject, torch_threads: int | None) -> dict[str, bool | str]:
     from vllm.platforms import current_platform
 
+    one_worker = given.get("tensor_parallel_size", 1) * given.get("pipeline_parallel_size", 1) == 1
     if not current_platform.is_cpu():
-        return {}
+        # A small model waits for Python: with an interpreter each, scheduler and worker of 0.6B at 1,024 slots sampled
+        # 41,927 tokens/s on an H100, and 32,692 in one.
+        return {"distributed_executor_backend": "mp"} if one_worker and current_platform.is_cuda_alike() else {}
     # vLLM 0.32 cannot give a generator its place back on a CPU, which a seeded prompt in several pieces needs.
     values: dict[str, bool | str] = {"enable_chunked_prefill": False}
     if torch_threads is None:
@@ -132,7 +135,7 @@ def _on_this_device(given: JsonObject, torch_threads: int | None) -> dict[str, b
         raise VllmError(
             "inference.torch_threads and VLLM_CPU_OMP_THREADS_BIND both say which threads vLLM has; leave one out"
         )
-    if given.get("tensor_parallel_size", 1) * given.get("pipeline_parallel_size", 1) == 1:
+    if one_worker:
         # A worker in a process of its own and the scheduler wait for each other in busy loops, which take two cores
         # whole. vLLM changes plain "uni" back into that, so that it can bind threads; here the threads are given.
         values["distributed_executor_backend"] = _IN_PROCESS
