@@ -170,23 +170,18 @@ class SimulatedMesh(SimulatedHub):
 
     def report_of(self, engine: Engine, tell: agent.SendReport) -> AgentReport:
         machine = engine.machine.lines[tell.run_id]
-        target = machine.target.version if machine.target is not None else None
+        target = tell.about or machine.target
         return AgentReport(
             lease_id=engine.lease,
             run_id=tell.run_id,
             state=machine.state,
             serving_version=machine.version,
-            target_version=tell.target_version if tell.target_version is not None else target,
+            target_version=None if target is None else target.version,
             fault=tell.fault,
             applied=tell.applied,
             group_generation=engine.machine.group,
-            target_artifact_id=self.target_artifact(machine, tell),
+            target_artifact_id="" if target is None or tell.fault is not None else target.artifact_id,
         )
-
-    def target_artifact(self, machine: agent.LineMachine, tell: agent.SendReport) -> str:
-        target = machine.target
-        about_target = target is not None and tell.target_version in (None, target.version) and tell.fault is None
-        return target.artifact_id if target is not None and about_target else ""
 
     def decided_artifacts(self) -> set[str]:
         return {row["artifact_id"] for row in self.rows_in(VersionState.COMMITTING)}

@@ -17,6 +17,7 @@ from meshrl.inference.agent.states import (
     StartFetch,
     StartJoin,
     StartSleep,
+    Target,
 )
 from meshrl.wire.types import (
     Abort,
@@ -96,7 +97,7 @@ def test_lost_group_is_told_and_the_broken_transfer_leads_back_to_the_version_se
     assert machine.group_lost(3) == [SendReport()]
     assert machine.group_lost(3) == []
     told = only(machine).fetch_failed("five", FAULT)
-    assert told == [SendReport(fault=FAULT, target_version=5, target_artifact_id="five")]
+    assert told == [SendReport(fault=FAULT, about=Target(version=5, artifact_id="five"))]
     assert (only(machine).state, only(machine).version, only(machine).target) == (AgentState.READY, 4, None)
 
 
@@ -143,7 +144,7 @@ def test_newer_version_is_fetched_at_once_when_the_one_before_fails() -> None:
     machine.command(Commit(version=5, artifact_id="five"))
     machine.command(Commit(version=6, artifact_id="six"))
     told = only(machine).fetch_failed("five", FAULT)
-    assert told[0] == SendReport(fault=FAULT, target_version=5, target_artifact_id="five")
+    assert told[0] == SendReport(fault=FAULT, about=Target(version=5, artifact_id="five", committed=True))
     assert told[1] == StartFetch(version=6, artifact_id="six")
 
 

@@ -268,21 +268,18 @@ class WeightAgent:
     def _report(self, action: SendReport) -> AgentReport:
         machine = self.machine
         line = machine.lines.get(action.run_id) or next(iter(machine.lines.values()))
-        target = line.target
-        version, artifact_id = action.target_version, action.target_artifact_id
         of_no_version = action.of_group and line.state is not AgentState.PREPARED
-        if target is not None and not artifact_id and not of_no_version:
-            version, artifact_id = target.version, target.artifact_id
+        target = action.about or (None if of_no_version else line.target)
         return AgentReport(
             lease_id=self._lease.lease_id if self._lease is not None else "",
             run_id=line.run_id,
             state=line.state,
             serving_version=line.version,
-            target_version=version,
+            target_version=None if target is None else target.version,
+            target_artifact_id="" if target is None else target.artifact_id,
             fault=action.fault,
             applied=action.applied,
             group_generation=machine.group,
-            target_artifact_id=artifact_id,
             sleeping=self._engine.sleeping,
             sleep_answered=machine.sleep_answered,
             served=() if self._engine.adapters is None else self._engine.adapters.served,

@@ -109,14 +109,13 @@ class StartSleep:
 class SendReport:
     """Report to the hub now: the state, and the fields here.
 
-    The target here is the version of a fault, if that is no longer the machine's target. A fault `of_group`, or of
-    sleep, is about no version: a target that is still being fetched is left out of the report.
+    `about` is the version of a fault, if that is no longer the machine's target. A fault `of_group`, or of sleep, is
+    about no version: a target that is still being fetched is left out of the report.
     """
 
     run_id: str = ""
     fault: AgentFault | None = None
-    target_version: int | None = None
-    target_artifact_id: str = ""
+    about: Target | None = None
     of_group: bool = False
     applied: ApplyReport | None = None
 
@@ -150,7 +149,7 @@ class LineMachine:
     def connected(self) -> list[Action]:
         """A new session began, which will not resume a gang that waited for the old one."""
         actions: list[Action] = [self._report(applied=self.last_applied)]
-        return actions + ([self._resume()] if self.held else [])
+        return actions + ([ResumeEngine(run_id=self.run_id)] if self.held else [])
 
     def command(self, command: Prepare | Commit | Abort | Resume) -> list[Action]:
         match command:
@@ -162,7 +161,7 @@ class LineMachine:
                 return self._abort(command)
             case Resume():
                 held_here = self.held and self._is_named(command)
-                return [self._resume()] if held_here else []
+                return [ResumeEngine(run_id=self.run_id)] if held_here else []
 
     def _prepare(self, command: Prepare) -> list[Action]:
         if self.state is AgentState.APPLYING or (self.target is not None and self.target.committed):
@@ -179,7 +178,7 @@ class LineMachine:
             elif command.hold:
                 return []
             self._released = True
-            return [self._resume()] if self.held else []
+            return [ResumeEngine(run_id=self.run_id)] if self.held else []
         if command.artifact_id == self.artifact_id and self.version is not None:
             return [self._report(applied=self.last_applied)]
         if not self._is_target(command):
@@ -231,7 +230,7 @@ class LineMachine:
         self.version, self.artifact_id, self._poisoned = report.version, artifact_id, False
         if self.target.hold:
             self.held = True
-            return [self._report(), self._resume()] if self._released else [self._report()]
+            return [self._report(), ResumeEngine(run_id=self.run_id)] if self._released else [self._report()]
         return self._finish(report)
 
     def resumed(self, report: ApplyReport) -> list[Action]:
@@ -264,13 +263,7 @@ class LineMachine:
     def _report(
         self, *, fault: AgentFault | None = None, about: Target | None = None, applied: ApplyReport | None = None
     ) -> SendReport:
-        version, artifact_id = (None, "") if about is None else (about.version, about.artifact_id)
-        return SendReport(
-            run_id=self.run_id, fault=fault, target_version=version, target_artifact_id=artifact_id, applied=applied
-        )
-
-    def _resume(self) -> ResumeEngine:
-        return ResumeEngine(run_id=self.run_id)
+        return SendReport(run_id=self.run_id, fault=fault, about=about, applied=applied)
 
     def _finishes_first(self, newer: Commit) -> bool:
         target = self.target
