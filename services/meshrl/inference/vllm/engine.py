@@ -302,7 +302,7 @@ class VllmEngine(Engine):
         self._staged = None
         with self._versions_under_way.one():
             await self._sleeper.wake()
-            await self._calls.rpc("meshrl_patch", manifest.version, to_json(manifest), str(delta), onto_staged)
+            await self._calls.rpc("meshrl_patch", to_json(manifest), str(delta), onto_staged)
             try:
                 await self._calls.wait_for_job(STAGE_DEADLINE_S)
                 check_parts(manifest, await self._calls.answers("meshrl_parts"))
@@ -400,7 +400,7 @@ class VllmEngine(Engine):
         with self._versions_under_way.one():
             await self._sleeper.wake()
             try:
-                await self._calls.rpc("meshrl_receive", manifest.version, to_json(manifest), RECEIVE_STALL_S)
+                await self._calls.rpc("meshrl_receive", to_json(manifest), RECEIVE_STALL_S)
                 await self._calls.wait_for_job(STAGE_DEADLINE_S)
                 if any(parts := await self._calls.answers("meshrl_parts")):  # of a delta, or each worker got its own
                     check_parts(manifest, parts)

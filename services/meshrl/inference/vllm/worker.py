@@ -130,7 +130,7 @@ class WeightsExtension:
 
         self._meshrl_start(work, f"staging version {version}")
 
-    def meshrl_receive(self, version: int, manifest_json: bytes, stall_s: float) -> None:
+    def meshrl_receive(self, manifest_json: bytes, stall_s: float) -> None:
         manifest, receiver = from_json(manifest_json), self._meshrl_receiver
         shadow = self._meshrl_ready_shadow()
 
@@ -143,7 +143,7 @@ class WeightsExtension:
                 return
             if not receiver.is_scattered:
                 receiver.receive(manifest, self._meshrl_begin(shadow), stall_s=stall_s)
-                self._meshrl_finish(shadow, version)
+                self._meshrl_finish(shadow, manifest.version)
                 return
             if not isinstance(shadow, ParameterShadow):  # built anew since, where there was no room for such a one
                 receiver.abort()
@@ -152,18 +152,18 @@ class WeightsExtension:
                 shadow.begin_as_live()
                 self._meshrl_loaded = shadow
             _, self._meshrl_found = receiver.receive_held(manifest, shadow.parameters, stall_s=stall_s)
-            self._meshrl_staged = version
+            self._meshrl_staged = manifest.version
 
         self._meshrl_start(work, f"receiving version {manifest.version}")
 
-    def meshrl_patch(self, version: int, manifest_json: bytes, delta: str, onto_staged: bool) -> None:
+    def meshrl_patch(self, manifest_json: bytes, delta: str, onto_staged: bool) -> None:
         """Starts the work of `Engine.patch`."""
         manifest, shadow = from_json(manifest_json), self._meshrl_ready_shadow()
 
         def work() -> None:
             self._meshrl_patched(manifest, np.fromfile(delta, dtype=np.uint8), shadow, onto_staged=onto_staged)
 
-        self._meshrl_start(work, f"patching version {version}")
+        self._meshrl_start(work, f"patching version {manifest.version}")
 
     def _meshrl_patched(
         self, manifest: Manifest, delta: NDArray[np.uint8], shadow: WorkerShadow, *, onto_staged: bool
