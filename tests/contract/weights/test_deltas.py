@@ -30,11 +30,12 @@ def first() -> State:
 
 @pytest.fixture(params=["image", "patched"])
 def make_engine(request: pytest.FixtureRequest) -> Callable[[], MemoryEngine]:
-    """Engines that serve such weights; deltas apply to a copy on their host, or to what they serve."""
+    """Engines that serve such weights; deltas apply to a copy on their host, staged from files or not, or to what they
+    serve."""
 
     def make() -> MemoryEngine:
         engine = MemoryEngine(make_state(7, dtype=torch.bfloat16))
-        engine.patches = engine.stages_from_files = request.param == "patched"
+        engine.patches, engine.stages_from_files = request.param == "patched", request.param != "image"
         return engine
 
     return make
@@ -152,21 +153,17 @@ async def test_who_joins_fetches_an_anchor_and_one_delta_and_who_missed_versions
 
 
 @pytest.mark.parametrize("transport", WAYS)
-@pytest.mark.parametrize("from_files", [False, True])
+@pytest.mark.parametrize("make_engine", ["image", "image in files", "patched"], indirect=True)
 async def test_a_version_that_was_given_up_is_taken_back_before_the_next_one_comes(
     mesh: Mesh,
     first: State,
     make_engine: Callable[[], MemoryEngine],
-    from_files: bool,
     tmp_path: Path,
     transport: Transport,
 ) -> None:
     publisher, client = mesh.publisher(transport, anchor_every=64), mesh.client()
     engine = make_engine()
-    if engine.patches and not from_files:
-        pytest.skip("engines that patch are other processes")
-    engine.stages_from_files = from_files
-    agent = mesh.start_agent("e", engine, spool_dir=tmp_path / "spool" if from_files else None)
+    agent = mesh.start_agent("e", engine, spool_dir=tmp_path / "spool" if engine.stages_from_files else None)
     states = [first]
     for seed in range(4):
         states.append(stepped(states[-1], seed))
