@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import re
-import socket
 from contextlib import AsyncExitStack
 
 from loguru import logger
 from opentelemetry.trace import Tracer
 
+from meshrl.client.names import named_by_host
 from meshrl.client.trust import Role
 from meshrl.core.config import load_config
 from meshrl.core.credentials.identity import as_member
@@ -54,7 +53,7 @@ async def serve(config: RolloutConfig, stop: asyncio.Event, tracer: Tracer) -> i
     exchange = config.exchange
     async with AsyncExitStack() as stack:
         if exchange is not None:
-            name = exchange.name or re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())
+            name = exchange.name or named_by_host()
             spool = ResultSpool(exchange.spool or config.output_dir / "exchange" / f"{name}.sqlite")
             stack.callback(spool.close)
             runner = await build(config, stack, tracer)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import socket
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from meshrl.cli.run_folder import RunFolder
 from meshrl.client.authority import Authority
 from meshrl.client.credentials import TRUST_FILE
 from meshrl.client.enrollment import join as join_run
+from meshrl.client.names import named_by_host
 from meshrl.client.trust import KnownToken, Role, TrustFile
 
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -166,7 +166,7 @@ def join(address: str, shown: str, ca_hash: str, place: Path, name: str | None, 
     """Join the run whose hub lets hosts in at HOST:PORT: get a certificate for a day, which programs then renew."""
     if not re.fullmatch("sha256:[0-9a-f]{64}", ca_hash):
         raise click.UsageError(f"--ca-hash: expected sha256: and 64 hexadecimal digits, got {ca_hash!r}")
-    called = name or re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())[:63]
+    called = name or named_by_host()
     try:
         run_id, role = command.run(join_run(place, address, token=shown, ca_hash=ca_hash, name=called, hosts=hosts))
     except (ValueError, OSError, sqlite3.Error) as error:

@@ -45,6 +45,11 @@ def member_name(name: str) -> str:
     return lower
 
 
+def named_by_host() -> str:
+    """What a member of this host is called that nobody named."""
+    return re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())[:63] or "host"
+
+
 def canonical_host(host: str) -> str:
     """A DNS name or address as certificates carry it: lower case, no trailing dot, IDNA.
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
-import socket
 import sqlite3
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
@@ -28,7 +26,7 @@ from meshrl.client.credentials import (
     default_credentials,
 )
 from meshrl.client.enrollment import RENEWAL_FILE, renew, revoked_members
-from meshrl.client.names import own_hosts
+from meshrl.client.names import named_by_host, own_hosts
 from meshrl.client.trust import SERVING, Role, TrustFile
 from meshrl.core.config.base import ConfigError
 from meshrl.core.config.shared import ServerConfig, TlsConfig
@@ -149,8 +147,7 @@ def as_member(
 
     async def serve_as_member(config: MemberT, stop: asyncio.Event, tracing: Tracing) -> int:
         port = config.server.port if config.server is not None else 0
-        host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())[:40] or "host"
-        name = f"{host}-{port or f'p{os.getpid()}'}"
+        name = f"{named_by_host()[:40]}-{port or f'p{os.getpid()}'}"
         authority = identify(config.tls, config.output_dir, role, name, hosts(config))
         async with kept_valid(authority, role, name, hosts(config)):
             return await serve(config, stop, tracing)
