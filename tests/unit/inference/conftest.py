@@ -64,12 +64,13 @@ async def client_of() -> AsyncIterator[ClientOf]:
 @pytest.fixture
 def serve(start_engine: EngineFactory, client_of: ClientOf) -> Start:
     """Starts HTTP servers over an engine, by default a new one; gives a client of each."""
-    codec = TextCodec(make_tokenizer())
 
-    async def start(engine: EmbeddedEngine | None = None, base_model: str = "", **settings: Any) -> TestClient:
+    async def start(
+        engine: EmbeddedEngine | None = None, codec: TextCodec | None = None, **settings: Any
+    ) -> TestClient:
         engine = engine or await start_engine(eos_token_ids=(0,))
-        server = InferenceServer(engine, model_name="tiny", codec=codec, base_model=base_model, **settings)
-        return await client_of(server.app())
+        codec = codec or TextCodec(make_tokenizer())
+        return await client_of(InferenceServer(engine, model_name="tiny", codec=codec, **settings).app())
 
     return start
 

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from aiohttp.test_utils import TestClient, TestServer
+from aiohttp.test_utils import TestClient
 from openai import AsyncOpenAI
 from renderers import Qwen3RendererConfig, create_renderer
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from chatml_tokenizer import chatml_tokenizer
-from inference_kit import EngineFactory, make_tokenizer, post
-from meshrl.inference.http.app import InferenceServer
+from inference_kit import EngineFactory, Start, make_tokenizer, post
 from meshrl.inference.http.chat_replies import ChatReplies
 from meshrl.inference.http.tokenizer import TextCodec
 from meshrl.models.load import ModelError
@@ -74,13 +73,11 @@ def taught() -> PreTrainedModel:
 
 
 @pytest.fixture
-async def client(taught: PreTrainedModel, start_engine: EngineFactory) -> AsyncIterator[TestClient]:
+async def client(taught: PreTrainedModel, start_engine: EngineFactory, serve: Start) -> TestClient:
     tokenizer = chatml_tokenizer(TEMPLATE)
     engine = await start_engine(taught, max_model_len=1024, eos_token_ids=())  # its renderer knows the end of a turn
     codec = TextCodec(tokenizer, replies=ChatReplies.load(tokenizer, {"name": "qwen3"}))
-    server = InferenceServer(engine, model_name="tiny", codec=codec)
-    async with TestClient(TestServer(server.app())) as client:
-        yield client
+    return await serve(engine, codec)
 
 
 def body(**fields: Any) -> dict[str, Any]:

@@ -2,32 +2,23 @@
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 from aiohttp.test_utils import TestClient
 from transformers import PreTrainedTokenizerFast
 
-from inference_kit import ClientOf, EngineFactory, make_tokenizer
-from meshrl.inference.http.app import InferenceServer
+from inference_kit import Start, make_tokenizer
 from meshrl.inference.http.tokenizer import TextCodec
 from meshrl.inference.http.tokenizer_pool import TokenizerPool
 
-Start = Callable[..., Awaitable[TestClient]]
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "abc"}]
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 
 
-@pytest.fixture
-def serve(start_engine: EngineFactory, client_of: ClientOf) -> Start:
-    async def start(tokenizer: PreTrainedTokenizerFast | None = None, **settings: Any) -> TestClient:
-        codec = TextCodec(tokenizer or make_tokenizer(), **settings)
-        server = InferenceServer(await start_engine(), model_name="tiny", codec=codec)
-        return await client_of(server.app())
-
-    return start
+def codec(tokenizer: PreTrainedTokenizerFast | None = None, **settings: Any) -> TextCodec:
+    return TextCodec(tokenizer or make_tokenizer(), **settings)
 
 
 async def post(client: TestClient, path: str, body: Any) -> tuple[int, str]:
@@ -50,14 +41,14 @@ async def test_template_of_a_request_is_refused(serve: Start, fields: Any) -> No
 
 
 async def test_template_of_a_trusted_request_is_used(serve: Start) -> None:
-    client = await serve(trust_request_chat_template=True)
+    client = await serve(codec=codec(trust_request_chat_template=True))
     body = {"messages": MESSAGES, "chat_template": "x:{{ messages[0].content }}", "return_token_ids": True}
     async with client.post(CHAT, json={"max_tokens": 1, **body}) as response:
         assert make_tokenizer().decode((await response.json())["prompt_token_ids"]) == "x:abc"
 
 
 async def test_endless_templates_are_ended_and_the_routes_go_on(serve: Start) -> None:
-    client = await serve(trust_request_chat_template=True, encode_limit_s=0.3)
+    client = await serve(codec=codec(trust_request_chat_template=True, encode_limit_s=0.3))
     bad = {"messages": MESSAGES, "chat_template": ENDLESS}
     for status, message in await asyncio.gather(*(post(client, CHAT, bad) for _ in range(6))):
         assert status == 400
@@ -105,7 +96,7 @@ async def test_text_beyond_the_bound_is_refused_before_it_is_tokenized(serve: St
     tokenizer = make_tokenizer()
     watched = Watched(tokenizer_object=tokenizer.backend_tokenizer, eos_token="</s>")
     watched.chat_template = "{% for message in messages %}{{ message.content * 3 }}{% endfor %}"
-    client = await serve(watched, max_prompt_bytes=60)
+    client = await serve(codec=codec(watched, max_prompt_bytes=60))
     long = [("/v1/completions", {"prompt": "a" * 61}), ("/v1/completions", {"prompt": ["a", "é" * 31]})]
     long += [(CHAT, {"messages": [{"role": "user", "content": "a" * n}]}) for n in (60, 21)]
     long += [(CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"more": ["a" * 60]}})]
@@ -142,7 +133,7 @@ async def test_template_arguments_that_are_not_the_templates_are_refused(serve: 
 async def test_template_that_fails_is_the_requests_fault(serve: Start, template: str) -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = template
-    status, message = await post(await serve(tokenizer), CHAT, {"messages": MESSAGES})
+    status, message = await post(await serve(codec=codec(tokenizer)), CHAT, {"messages": MESSAGES})
     assert status == 400
     assert "the chat template cannot render these messages" in message
 
@@ -150,7 +141,7 @@ async def test_template_that_fails_is_the_requests_fault(serve: Start, template:
 async def test_template_arguments_reach_the_template(serve: Start) -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{% if think %}t{% else %}n{% endif %}"
-    client = await serve(tokenizer)
+    client = await serve(codec=codec(tokenizer))
     body = {"messages": MESSAGES, "chat_template_kwargs": {"think": True}, "return_token_ids": True, "max_tokens": 1}
     async with client.post(CHAT, json=body) as response:
         assert (await response.json())["prompt_token_ids"] == make_tokenizer().encode("t")

@@ -9,15 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from aiohttp.test_utils import TestClient, TestServer
 from openai import AsyncOpenAI
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from chatml_tokenizer import chatml_tokenizer
-from inference_kit import EngineFactory, make_model
-from meshrl.inference.http.app import InferenceServer
+from inference_kit import EngineFactory, Start, make_model
 from meshrl.inference.http.token_bytes import TokenBytes
 from meshrl.inference.http.tokenizer import TextCodec, TextStream
 
@@ -156,15 +154,11 @@ def scripted() -> PreTrainedModel:
 
 
 @pytest.fixture
-async def sdk(start_engine: EngineFactory, scripted: PreTrainedModel) -> AsyncIterator[AsyncOpenAI]:
+async def sdk(start_engine: EngineFactory, serve: Start, scripted: PreTrainedModel) -> AsyncIterator[AsyncOpenAI]:
     tokenizer = chatml_tokenizer(TEMPLATE)
-    engine = await start_engine(scripted, eos_token_ids=(tokenizer.eos_token_id,))
-    server = InferenceServer(engine, model_name="org/tiny", codec=TextCodec(tokenizer))
-    client = TestClient(TestServer(server.app()))
-    await client.start_server()
+    client = await serve(await start_engine(scripted, eos_token_ids=(tokenizer.eos_token_id,)), TextCodec(tokenizer))
     async with AsyncOpenAI(base_url=str(client.make_url("/v1")), api_key="x", max_retries=0) as made:
         yield made
-    await client.close()
 
 
 CHAT: dict[str, Any] = {
