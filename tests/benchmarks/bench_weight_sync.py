@@ -105,7 +105,8 @@ def run_rank(args: argparse.Namespace) -> None:
     model = build(Path(args.shape), device, parallel)
     learner = SimpleNamespace(model=model, parallel=parallel, take_up=lambda run: None)
     run = SimpleNamespace(run_id="main", step_done=0)
-    parts: Any = SimpleNamespace(learner=learner, run=run, compute_dtype=torch.bfloat16, parallel=parallel)
+    own = SimpleNamespace(state=run)
+    parts: Any = SimpleNamespace(learner=learner, own=own, compute_dtype=torch.bfloat16, parallel=parallel)
     if parallel.rank:
         snapshotters: list[Snapshotter] = []
 

@@ -134,7 +134,7 @@ async def test_seal_that_is_asked_for_again_is_not_answered_before_it_is_durable
 
 async def test_program_ends_with_an_error_when_its_hub_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Coordinator, "tick", defect)
-    config = WeightsConfig(output_dir=tmp_path)
+    config = WeightsConfig(server=ServerConfig(port=0), output_dir=tmp_path)
     code = await asyncio.wait_for(main.serve(config, asyncio.Event(), trace.get_tracer("test")), 30.0)
     assert code == 1
 
