@@ -16,6 +16,8 @@ from opentelemetry import trace
 from local_ports import free_port
 from meshrl.client import TrainerClient, WeightSyncClient
 from meshrl.core.config.shared import ServerConfig
+from meshrl.trainer.config import TrainerConfig
+from meshrl.trainer.program import serve
 from meshrl.versions.layout import TORCH_DTYPES
 from meshrl.weights.config import WeightsConfig
 from meshrl.weights.main import serve as serve_hub
@@ -53,6 +55,21 @@ async def up(client: TrainerClient, alive: Callable[[], bool] = lambda: True, de
                 await asyncio.sleep(0.05)
             else:
                 return
+
+
+@asynccontextmanager
+async def one_rank(config: TrainerConfig) -> AsyncIterator[TrainerClient]:
+    """A trainer of one process, in this one."""
+    stop = asyncio.Event()
+    running = asyncio.create_task(serve(config, stop, trace.NoOpTracer()))
+    try:
+        async with TrainerClient(config.server.address) as client:
+            await up(client, lambda: not running.done())
+            yield client
+    finally:  # a training thread that outlives its test ends the process by a signal
+        stop.set()
+        code = await asyncio.wait_for(running, 60.0)
+    assert code == 0
 
 
 async def until(

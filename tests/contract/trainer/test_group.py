@@ -4,35 +4,19 @@ import asyncio
 import os
 import re
 import signal
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from opentelemetry import trace
 from transformers import Qwen3ForCausalLM
 
-from meshrl.client import TrainerClient
-from meshrl.trainer.config import TrainerConfig
-from meshrl.trainer.program import serve
 from meshrl.wire.types import StepState
 from ranked_trainer import batch, children, configure, gone, start, two_ranks
-from trainer_kit import published, running_hub, until, up
+from trainer_kit import one_rank, published, running_hub, until
 
 STEPS = 3
-
-
-@asynccontextmanager
-async def one_rank(config: TrainerConfig) -> AsyncIterator[TrainerClient]:
-    stop = asyncio.Event()
-    running = asyncio.create_task(serve(config, stop, trace.NoOpTracer()))
-    async with TrainerClient(config.server.address) as client:
-        await up(client)
-        yield client
-    stop.set()
-    assert await asyncio.wait_for(running, 60.0) == 0
 
 
 async def reference(folder: Path, model: str) -> tuple[dict[str, NDArray[np.float32]], dict[str, float]]:

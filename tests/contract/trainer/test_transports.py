@@ -7,8 +7,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +15,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from opentelemetry import trace
 
 import polling
 from inference_kit import ask, complete, full_forward
@@ -25,8 +23,6 @@ from meshrl.core.config.shared import ModelConfig
 from meshrl.core.private_folders import versions_folder
 from meshrl.models.load import load_model
 from meshrl.models.state import hf_state
-from meshrl.trainer.config import TrainerConfig
-from meshrl.trainer.program import serve
 from meshrl.trainer.publishing.transport_choice import first_engines
 from meshrl.training.config import OptimConfig
 from meshrl.training.model_config import LoraConfig
@@ -34,23 +30,9 @@ from meshrl.wire.types import EngineInfo, StepState, VersionKind
 from ranked_trainer import Program, Transport, batch, configure, gone, two_ranks
 from served_engine import activate, serving_engine
 from tiny_families import tiny_model
-from trainer_kit import until, up
+from trainer_kit import one_rank, until
 
 PROMPT = [1, 2, 3]
-
-
-@asynccontextmanager
-async def one_rank(config: TrainerConfig) -> AsyncIterator[TrainerClient]:
-    stop = asyncio.Event()
-    running = asyncio.create_task(serve(config, stop, trace.NoOpTracer()))
-    try:
-        async with TrainerClient(config.server.address) as client:
-            await up(client, lambda: not running.done())
-            yield client
-    finally:  # a training thread that outlives its test ends the process by a signal
-        stop.set()
-        code = await asyncio.wait_for(running, 60.0)
-    assert code == 0
 
 
 async def train(client: TrainerClient, steps: int, *, ranks: int) -> Path:
