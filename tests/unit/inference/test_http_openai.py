@@ -55,6 +55,36 @@ async def test_completions_take_text_tokens_and_lists_of_them(serve: Start) -> N
         assert logprobs["text_offset"][0] == 0
 
 
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize(
+    ("stops", "text", "stopped_by"),
+    [
+        (["ab"], "xab", "ab"),
+        (["b"], "xaba", "b"),
+        (["ba"], "xa", "ba"),
+        (["xab"], "xabab", None),
+        (["abb", "b"], "xaba", "b"),
+    ],
+)
+def test_stop_strings_are_found_behind_min_tokens(
+    stops: list[str], text: str, stopped_by: str | None, together: bool
+) -> None:
+    """As vLLM has it: one that ends in a later token, wherever it begins."""
+    stream = TextStream(TextCodec(make_tokenizer()), skip_special_tokens=True, stops=stops, min_tokens=3)
+    ids = make_tokenizer().encode("xabab", add_special_tokens=False)
+    pushed = [ids] if together else [[each] for each in ids]
+    found = "".join([*[stream.push(each) for each in pushed], stream.push([], last=True)])
+    assert (found, stream.stopped_by) == (text, stopped_by)
+
+
+async def test_a_completion_has_min_tokens_whatever_its_stop_strings(serve: Start) -> None:
+    client, asked = await serve(), {"prompt": "ab", "max_tokens": 20, "temperature": 0, "ignore_eos": True}
+    _, whole = await post(client, "/v1/completions", asked)
+    stop = whole["choices"][0]["text"][0]
+    _, answer = await post(client, "/v1/completions", {**asked, "stop": stop, "min_tokens": 8})
+    assert answer["usage"]["completion_tokens"] > 8
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_each_prompts_tokens_are_returned(serve: Start, stream: bool) -> None:
     client = await serve()

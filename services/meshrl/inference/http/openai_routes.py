@@ -133,7 +133,9 @@ class _Answer:
             stream=body.stream or bool(stops),
             policy=self._serving.policy(body.model),
         )
-        text = TextStream(self._codec, skip_special_tokens=body.skip_special_tokens, stops=stops)
+        text = TextStream(
+            self._codec, skip_special_tokens=body.skip_special_tokens, stops=stops, min_tokens=params.min_tokens
+        )
         offsets = TextStream(self._codec, skip_special_tokens=body.skip_special_tokens)
         return _Choice(place, prompt, asked, text, offsets)
 

@@ -134,12 +134,15 @@ def _text_bytes(value: object) -> int:
 class TextStream:
     """Turns tokens that arrive over time into text, and ends it before a stop string.
 
-    Text that may still change stays back: half a character, or the beginning of a stop string.
+    Text that may still change stays back: half a character, or the beginning of a stop string. A stop string that ends
+    in the text of the first `min_tokens` is none.
     """
 
-    def __init__(self, codec: TextCodec, *, skip_special_tokens: bool, stops: Sequence[str] = ()) -> None:
+    def __init__(
+        self, codec: TextCodec, *, skip_special_tokens: bool, stops: Sequence[str] = (), min_tokens: int = 0
+    ) -> None:
         self.stopped_by: str | None = None
-        self._stops = tuple(stops)
+        self._stops, self._unstopped = tuple(stops), min_tokens
         self._pieces = (_JoinedBytes if codec.bytes.joins else _Window)(codec, skip_special_tokens)
         self._held = ""
 
@@ -150,9 +153,14 @@ class TextStream:
     def push(self, token_ids: Sequence[int], *, last: bool = False) -> str:
         if self.stopped:
             return ""
-        self._held += self._pieces.push(token_ids, last)
+        early = min(len(token_ids), self._unstopped)
+        self._unstopped -= early
+        if early:
+            self._held += self._pieces.push(token_ids[:early], last=False)
+        before = len(self._held)
+        self._held += self._pieces.push(token_ids[early:], last)
         for stop in self._stops:
-            at = self._held.find(stop)
+            at = self._held.find(stop, max(0, before - len(stop) + 1))
             if at >= 0:
                 self.stopped_by = stop
                 self._held = self._held[:at]
