@@ -52,7 +52,7 @@ with loading():
 
 ROUNDED = __name__ == "__main__" and len(sys.argv) > 3
 DEVICE, DTYPE = sys.argv[3:] if ROUNDED else ("cpu", "float32")
-STEPS = 2
+STEPS, SAMPLES = 2, 7
 PROBE_TOKENS = 13  # which two ranks do not divide evenly
 SAVED_AFTER = 1  # steps
 FAMILIES = ("qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3")
@@ -160,8 +160,9 @@ class Training:
         if one_sided and (shape := self.trained.learner.policy.routers.shape) is not None:
             routed = replace(shape, experts=shape.per_token)
         rows = stream_batch(
-            step, dp_size=dp_size, vocab_size=VOCAB, routed=routed, unknown=not (ROUNDED or one_sided), **prefixed
-        )
+            step, dp_size=dp_size, vocab_size=VOCAB, routed=routed, unknown=not (ROUNDED or one_sided),
+            samples=SAMPLES, **prefixed,
+        )  # fmt: skip
         evaluated = self.trained.evaluate(rows) if step == 0 else None
         result = self.trained.step(rows)
         logprobs = np.sort((evaluated or result.tokens).logprobs.astype(np.float64)).tolist()

@@ -46,6 +46,7 @@ def stream_batch(
     share: bool = False,
     routed: RoutedShape | None = None,
     unknown: bool = True,
+    samples: int = 11,
 ) -> tuple[MicroBatch, ...]:
     """The batch of a step: the same samples whatever the number of ranks, packed for it.
 
@@ -54,7 +55,7 @@ def stream_batch(
     """
     source = np.random.default_rng(step)
     prompts = source.integers(0, vocab_size, (2, prompt)) if prompt else np.zeros((2, 0), np.int64)
-    samples = [
+    made = [
         TrainSample(
             token_ids=np.concatenate([prompts[index % 2], source.integers(0, vocab_size, length)]).astype(np.int32),
             loss_mask=np.arange(prompt + length) >= max(2, prompt),
@@ -63,13 +64,11 @@ def stream_batch(
             temperature=float(source.uniform(0.7, 1.3)),
             group=str(index % 2),
         )
-        for index, length in enumerate(source.integers(4, 40, 11))
+        for index, length in enumerate(source.integers(4, 40, samples))
     ]
     if routed is not None:
-        samples = [
-            replace(sample, routed_experts=_routes(sample.token_ids, routed, unknown=unknown)) for sample in samples
-        ]
-    return pack_samples(samples, seq_len=96, dp_size=dp_size, min_shared_prefix=0.0 if share else None).micro_batches
+        made = [replace(each, routed_experts=_routes(each.token_ids, routed, unknown=unknown)) for each in made]
+    return pack_samples(made, seq_len=96, dp_size=dp_size, min_shared_prefix=0.0 if share else None).micro_batches
 
 
 def _routes(token_ids: NDArray[np.int32], shape: RoutedShape, *, unknown: bool) -> Routes:
