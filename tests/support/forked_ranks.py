@@ -1,9 +1,9 @@
 """Ranks that are forked from one process once everything is imported, which takes longest of what they do; a program.
 
-    python forked_ranks.py RANKS PROGRAM.py ARGUMENT... [-- ARGUMENT...]
+    python forked_ranks.py RANKS[,RANKS...] PROGRAM.py ARGUMENT... [-- ARGUMENT...]
 
-Runs the `main` of a program on so many ranks, as torchrun does, but without its agent; and on as many new ones with the
-arguments behind each --.
+Runs the `main` of a program on so many ranks, as torchrun does, but without its agent; and on new ones, of the next
+number if there is one, with the arguments behind each --.
 """
 
 from __future__ import annotations
@@ -66,11 +66,13 @@ def _as_rank(rank: int, ranks: int, port: int, work: Callable[[], None]) -> None
 
 if __name__ == "__main__":
     sys.stdin = None  # multiprocessing would close it, and rank 0 may read it
-    count, program, *arguments = sys.argv[1:]
+    counts, program, *arguments = sys.argv[1:]
+    count, *more = map(int, counts.split(","))
     sys.path.insert(0, str(Path(program).parent))
     with loading():
         main = importlib.import_module(Path(program).stem).main
     while arguments:
         end = arguments.index("--") if "--" in arguments else len(arguments)
         sys.argv, arguments = [program, *arguments[:end]], arguments[end + 1 :]
-        on_ranks(int(count), main)
+        on_ranks(count, main)
+        count, *more = more or [count]

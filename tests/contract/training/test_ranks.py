@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,44 +59,37 @@ TOLERANCES = {
 }  # muon makes matrices orthogonal in bfloat16
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    checkpoint_kit.save_model(folder, num_hidden_layers=3)
-    return folder
+Curves = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def experts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Adapters of the experts of a mixture."""
-    mixture = tmp_path_factory.mktemp("mixture")
-    create_model(mixture, seed=0, hidden_size=64, num_layers=2, num_experts=8)
+def curves(tmp_path_factory: pytest.TempPathFactory) -> list[Curves]:
+    """Of one rank and of two, in processes of their own: compilers warn, and ranks need them anyway."""
+    folder = tmp_path_factory.mktemp("curves")
+    checkpoint_kit.save_model(folder / "model", num_hidden_layers=3)
+    create_model(folder / "mixture", seed=0, hidden_size=64, num_layers=2, num_experts=8)
     lora = {"rank": 8, "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
-    return {"experts": {"name": str(mixture), "lora": lora}}
-
-
-@pytest.fixture(scope="module")
-def alone(model: Path, experts: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run([], model, tmp_path_factory.mktemp("alone") / "curves.json", ALONE | OF_THEIR_OWN | experts)
-
-
-@pytest.fixture(scope="module")
-def two_ranks(model: Path, experts: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run(
-        [forked_ranks.__file__, "2"], model, tmp_path_factory.mktemp("ranks") / "curves.json", ON_TWO_RANKS | experts
-    )
-
-
-def run(launcher: list[str], model: Path, result: Path, wanted: dict[str, Any]) -> dict[str, Any]:
-    """Trains in processes of their own: compilers warn, and ranks need them anyway."""
-    arguments = [loss_curves.__file__, str(model), str(result), str(STEPS), json.dumps(wanted)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    experts = {"experts": {"name": str(folder / "mixture"), "lora": lora}}
+    arguments: list[str] = []
+    for ranks, wanted in enumerate((ALONE | OF_THEIR_OWN | experts, ON_TWO_RANKS | experts), 1):
+        arguments += ["--"] * bool(arguments)
+        arguments += [str(folder / "model"), str(folder / str(ranks)), str(STEPS), json.dumps(wanted)]
     done = subprocess.run(
-        [sys.executable, *launcher, *arguments], env=environment, capture_output=True, text=True, timeout=600
-    )
+        [sys.executable, forked_ranks.__file__, "1,2", loss_curves.__file__, *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    curves: dict[str, Any] = json.loads(result.read_text())
-    return curves
+    return [json.loads((folder / str(ranks)).read_text()) for ranks in (1, 2)]
+
+
+@pytest.fixture(scope="module")
+def alone(curves: list[Curves]) -> Curves:
+    return curves[0]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(curves: list[Curves]) -> Curves:
+    return curves[1]
 
 
 @pytest.mark.parametrize("name", ALONE)
