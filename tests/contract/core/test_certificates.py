@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
@@ -30,12 +31,16 @@ from meshrl.client.credentials import (
 )
 from meshrl.client.enrollment import join, renew, revoked_members
 from meshrl.client.trust import Role, TrustFile
+from meshrl.core.config import ConfigError
+from meshrl.core.config.schema import SECTION
 from meshrl.core.config.shared import ServerConfig, TlsConfig
-from meshrl.core.credentials.identity import identify, kept_valid
+from meshrl.core.credentials.identity import as_member, identify, kept_valid
 from meshrl.core.rpc.roles import ROLES_OF
 from meshrl.core.rpc.serve import GrpcServer
+from meshrl.core.telemetry.tracing import Tracing, setup_tracing
 from meshrl.inference.config import InferenceConfig
 from meshrl.v1 import trainer_pb2, trainer_pb2_grpc
+from meshrl.weights.config import WeightsConfig
 from meshrl.wire.errors import MeshError, Reason
 
 pytestmark = pytest.mark.timeout(240)
@@ -260,6 +265,17 @@ async def test_a_program_on_the_authoritys_host_renews_its_certificate_in_time(
     async with kept_valid(found, Role.ORCHESTRATOR, "h-1"), changing(files.cert.read_bytes):
         pass
     assert renew_in_s(files.cert) > 15.9 * 3600
+
+
+async def test_a_program_finds_its_port_taken_before_it_loads_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def load(config: WeightsConfig, stop: asyncio.Event, tracing: Tracing) -> int:
+        raise AssertionError("it was started")
+
+    monkeypatch.delenv(SECTION, raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        config = WeightsConfig(server={"port": taken.getsockname()[1]})
+        with pytest.raises(ConfigError, match=r"another process listens there; set another server\.port, 0 for"):
+            await as_member(Role.HUB, load)(config, asyncio.Event(), setup_tracing("weights", None))
 
 
 def test_the_orchestrator_of_a_run_in_a_mesh_has_a_certificate_of_the_meshs_authority(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 
 
@@ -23,3 +24,15 @@ def bound(host: str, *, shared: bool = False) -> socket.socket:
 
 def port_of(probe: socket.socket) -> int:
     return int(probe.getsockname()[1])
+
+
+def why_not_free(host: str, port: int) -> str | None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+            probe.listen(1)
+        except OSError as problem:
+            return "another process listens there" if problem.errno == errno.EADDRINUSE else str(problem)
+    return None

@@ -29,10 +29,12 @@ from meshrl.client.enrollment import RENEWAL_FILE, renew, revoked_members
 from meshrl.client.names import named_by_host, own_hosts
 from meshrl.client.trust import SERVING, Role, TrustFile
 from meshrl.core.config.base import ConfigError
+from meshrl.core.config.schema import SECTION
 from meshrl.core.config.shared import ServerConfig, TlsConfig
 from meshrl.core.paths import Layout
 from meshrl.core.program import ProgramConfig
 from meshrl.core.waiting import beside
+from meshrl.machine.ports import why_not_free
 from meshrl.wire.errors import MeshError
 
 if TYPE_CHECKING:  # takes long to import
@@ -147,6 +149,13 @@ def as_member(
 
     async def serve_as_member(config: MemberT, stop: asyncio.Event, tracing: Tracing) -> int:
         port = config.server.port if config.server is not None else 0
+        if config.server is not None and port and SECTION not in os.environ:  # `rl` looks before it starts anything
+            problem = why_not_free(config.server.host, port)
+            if problem is not None:  # known before models and environments are loaded
+                raise ConfigError(
+                    f"cannot listen on {config.server.address}: {problem}; set another server.port, 0 for a free one,"
+                    " or another server.host"
+                )
         name = f"{named_by_host()[:40]}-{port or f'p{os.getpid()}'}"
         authority = identify(config.tls, config.output_dir, role, name, hosts(config))
         async with kept_valid(authority, role, name, hosts(config)):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import netrc
 import os
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -14,6 +12,7 @@ from meshrl.core.torch_environment import VISIBLE_GPUS
 from meshrl.launch.compose import Part
 from meshrl.launch.preflight.findings import Finding, Plan, error, warning
 from meshrl.machine.fitness import open_files
+from meshrl.machine.ports import why_not_free
 from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.weights.config import WeightsConfig
 
@@ -82,18 +81,6 @@ def check_wandb(plan: Plan) -> Iterator[Finding]:
             f"wandb is on, but there is no key for {host}: its metrics will be missing; run 'wandb login', set"
             " WANDB_API_KEY, or set wandb.offline"
         )
-
-
-def why_not_free(host: str, port: int) -> str | None:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        try:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((host, port))
-            probe.listen(1)
-        except OSError as problem:
-            return "another process listens there" if problem.errno == errno.EADDRINUSE else str(problem)
-    return None
 
 
 def _in_netrc(host: str) -> bool:
