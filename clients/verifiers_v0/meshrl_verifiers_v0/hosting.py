@@ -74,11 +74,11 @@ class HostedOldEnv:
         """All rollouts, scored together; a MeshError in place of each that failed."""
         runs = (self._run(row, request, index) for index in range(request.group_size))
         played = await asyncio.gather(*runs, return_exceptions=True)
-        whole = [one for one in played if not isinstance(one, BaseException)]
-        if whole:
-            await self._env.rubric.score_group([state for state, _ in whole])
-            for state, _ in whole:
-                await self._env.rubric.cleanup(state)
+        ended = [one for one in played if not isinstance(one, BaseException)]
+        if whole := [state for state, client in ended if client.calls.failure is None]:
+            await self._env.rubric.score_group(whole)
+        for state, _ in ended:
+            await self._env.rubric.cleanup(state)
         for one in played:
             try:
                 if isinstance(one, BaseException):
