@@ -19,6 +19,7 @@ from loguru import logger
 from numpy.typing import NDArray
 
 from meshrl.core.config.shared import ModelConfig
+from meshrl.core.orphans import end_with_parent
 from meshrl.inference.sizing import GIB
 from meshrl.inference.vllm.adapter_parts import AdapterParts, AdapterRest, Part
 from meshrl.inference.vllm.file_reader import Named, PortionReader
@@ -58,6 +59,7 @@ class WeightsExtension:
 
         An engine of adapters has none: its weights never change. `ends`: the `JobEnds.address` for the ends of jobs.
         """
+        end_with_parent()  # vLLM's own takes 17 s to see that its engine was killed, and holds the model as long
         self._meshrl_ends = ends
         self._meshrl_job: Job | None = None
         self._meshrl_receiver: Receiver | None = None
