@@ -261,6 +261,10 @@ class RolloutPool:
         self.changed.beat()
         if state is HostState.SERVING:
             host.refuses_until_s = 0.0
+            for record in host.achieved.values():
+                record.count(now_s)
+                if record.finished == 0.0:  # its groups stood still, which says nothing about its pace
+                    record.busy_s = 0.0
             logger.info(f"the rollout service at {host.address} serves again, after {now_s - since_s:.0f} s")
         elif before is HostState.SERVING:
             host.achieved.clear()  # who comes back is another process, as a rule, and slow at other things
