@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from mesh_run import PACED, RUN_TOML, WITH_WORKERS, Run, environ
+from mesh_run import RUN_TOML, SLOW, WITH_WORKERS, Run, environ
 from meshrl_examples.model import create_model
 from other_user import plant
 
@@ -97,7 +97,7 @@ def live_run(
     environment = ("--orchestrator.eval.env.0.id", "reverse_text", "--orchestrator.eval.env.0.name", "held_out")
     metrics = ("--log.metrics-port", "0", "--num-engines", "2", "--weights.transport", "filesystem")
     with starting(tmp_path_factory.mktemp("live"), model_dir) as start:
-        flags = ("--max-steps", "5000", *metrics, *evaluation, *environment, *WITH_WORKERS, *PACED)
+        flags = ("--max-steps", "5000", *metrics, *evaluation, *environment, *WITH_WORKERS, *SLOW)
         run = start(*flags, output_dir=place / "out")
         run.wait_for(lambda: len(run.steps()) >= 1)
         yield run

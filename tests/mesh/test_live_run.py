@@ -1,4 +1,4 @@
-"""A live run trains on under calls that no sane client makes, any gRPC tool calls it, and it ends when a program dies.
+"""A live run trains on under calls that no sane client makes, any gRPC tool calls it, and no second `rl` disturbs it.
 
 The tests share one run with those of `test_live_displays`, in the order of this file; the last one ends it.
 """
@@ -16,7 +16,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ import pytest
 import go_client
 from attempts import Attempts
 from live_fuzz import GRPC_CALLS, HTTP_REQUESTS, fuzz_grpc, fuzz_http, tracebacks
-from mesh_run import PROGRAMS, Run, check_kill
+from mesh_run import PROGRAMS, Run, environ
 from meshrl.cli.status import status_schema
 from meshrl.client import ChannelOptions, RolloutClient, TrainerClient, WeightSyncClient
 from meshrl.client.credentials import INSECURE, TokenCredentials
@@ -365,5 +365,52 @@ def test_the_services_of_a_live_run_keep_the_contract_and_want_to_know_who_asks(
         assert "does not know who calls" in unknown.stderr
 
 
-def test_the_run_ends_when_its_orchestrator_is_killed_and_names_it(live_run: Run) -> None:
-    check_kill(live_run, "orchestrator")
+def second(run: Run, *flags: str) -> subprocess.CompletedProcess[str]:
+    """The same `rl` once more, on the folder of `run`."""
+    assert isinstance(run.process.args, list)
+    command = [str(part) for part in run.process.args]
+    return subprocess.run([*command, *flags], capture_output=True, text=True, timeout=240, env=environ())
+
+
+def open_to_others(folder: Path) -> list[Path]:
+    """What other users may read or write, of a folder and all that is in it."""
+    found = []
+    for path in (folder, *folder.rglob("*")):
+        with suppress(FileNotFoundError):  # of a run that goes on
+            if not path.is_symlink() and path.stat().st_mode & 0o077:
+                found.append(path)
+    return found
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in folder.iterdir()}
+
+
+def test_a_second_rl_leaves_the_live_run_alone_which_leaves_nothing_once_it_is_killed(live_run: Run) -> None:
+    run = live_run
+    in_memory, configs = versions_folder(run.output_dir), contents(run.output_dir / "configs")
+    assert in_memory.is_dir()
+    assert open_to_others(run.output_dir) == open_to_others(in_memory) == []
+
+    for flags in (["--seed", "7"], ["--clean-output-dir"]):
+        refused = second(run, *flags)
+        assert refused.returncode == 2, refused.stdout + refused.stderr
+        assert f"{run.output_dir} is in use by rl (pid {run.process.pid} on " in refused.stderr
+    dry = second(run, "--dry-run", "--seed", "7")
+    assert dry.returncode == 0, dry.stderr
+    assert f"in use by rl (pid {run.process.pid} on " in dry.stdout
+    assert "nothing was written" in dry.stdout
+
+    assert contents(run.output_dir / "configs") == configs
+    assert in_memory.is_dir()
+    trained = len(run.steps())
+    run.wait_for(lambda: len(run.steps()) >= trained + 2)
+
+    run.process.send_signal(signal.SIGKILL)
+    run.process.wait(60.0)
+    after = second(run, "--dry-run", "--seed", "7")  # waits for the programs of the killed one
+    assert after.returncode == 0, after.stderr
+    assert "nothing was written" not in after.stdout
+    assert "seed = 7" in (run.output_dir / "configs" / "trainer.toml").read_text()
+    assert not run.left_running()
+    assert not in_memory.exists()

@@ -1,6 +1,7 @@
 """One run over three rollout services: that of `rl`, one that is killed and comes back, and one of TypeScript.
 
-They and the hub but for that of `rl` run already: it starts none in their place, and they outlive it.
+They and the hub but for that of `rl` run already: it starts none in their place, and they outlive it. The run ends when
+its own rollout program is killed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import pytest
 import node_service
 from ledger_audit import audit
 from local_ports import free_port
-from mesh_run import PACED, PACED_HOST, Run, environ
+from mesh_run import PACED, PACED_HOST, Run, check_kill, environ
 from meshrl.client import ChannelOptions, RolloutClient, WeightSyncClient
 
 pytestmark = [
@@ -117,8 +118,7 @@ async def test_services_of_two_languages_play_one_run_and_the_loss_of_one_costs_
         run.wait_for(lambda step=step: len(run.steps()) > step, UP_S)
     for address in (dies, own, node):
         assert await serving(address, options) > 0
-    run.process.send_signal(signal.SIGTERM)
-    assert run.finish(UP_S) == 0, run.console.read_text()
+    check_kill(run, "rollout")
     assert [process.poll() for process in (theirs, again)] == [None, None]
     async with WeightSyncClient(hub) as weights, RolloutClient(dies) as rollouts:  # which answer
         await weights.list_engines()
@@ -134,4 +134,3 @@ async def test_services_of_two_languages_play_one_run_and_the_loss_of_one_costs_
     assert all(sum(pair) == pytest.approx(1.0) for pair in shares)
     assert sum(share for _, share in shares) / len(shares) == pytest.approx(2 / 6, abs=0.15)
     assert run.records()[0]["mixture/reverse_text_ts/ratio"] == pytest.approx(2 / 6)
-    assert not run.left_running()

@@ -52,17 +52,14 @@ max_tokens = 16
 id = "reverse_text"
 """
 """A run that is small enough for two CPU cores; environments play in the rollout program unless told otherwise."""
-MESH_TOML = RUN_TOML.partition("[orchestrator]")[0] + "[trainer.model.lora]\nrank = 8\n"
-"""A mesh without a run, of the same size."""
 
 
-def of_orchestrator(*, seed: int, steps: int | None = None) -> str:
+def of_orchestrator(*, seed: int, steps: int) -> str:
     """The keys of an orchestrator whose run is as small."""
     return (
-        f"batch_size = 8\ngroup_size = 4\nseq_len = 1024\nseed = {seed}\n"
-        + (f"max_steps = {steps}\n" if steps else "")
-        + "filters.zero_signal = false\nsampling.max_tokens = 8\nlogprob_check.fatal = true\n"
-        + 'train.env = [{ id = "reverse_text" }]\n'
+        f"batch_size = 8\ngroup_size = 4\nseq_len = 1024\nseed = {seed}\nmax_steps = {steps}\n"
+        "filters.zero_signal = false\nsampling.max_tokens = 8\nlogprob_check.fatal = true\n"
+        'train.env = [{ id = "reverse_text" }]\n'
     )
 
 
@@ -73,6 +70,8 @@ PACED = (
     "--orchestrator.max-inflight-rollouts", "16",
 )  # fmt: skip
 """Flags of a run that trains a step every second or two: while a test looks at it, the cores are for others."""
+SLOW = (*PACED[:-1], "8")
+"""The same at half the pace."""
 PACED_HOST = ("--env.0.id", "paced_reversing", "--env.0.name", "reverse_text")
 """Flags of a rollout program that plays for such a run."""
 

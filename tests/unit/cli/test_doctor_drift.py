@@ -3,6 +3,7 @@
 import fcntl
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -40,12 +41,33 @@ def test_a_change_that_is_none_is_refused(tmp_path: Path, flags: tuple[str, ...]
     assert words in done.output
 
 
-def test_the_noise_floor_is_over_all_steps(tmp_path: Path) -> None:
+def write_run(folder: Path, attn: str) -> None:
     names = ("mismatch_abs/all/mean", "mismatch_abs/all/max", "mismatch_kl/all/mean")
     lines = [{"step": step, **dict.fromkeys(names, step * 1e-3)} for step in (1, 2, 3)]
-    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    (tmp_path / "configs").mkdir()
-    (tmp_path / "configs/trainer.toml").write_text('[model]\nattn = "sdpa"\n')
+    (folder / "configs").mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    (folder / "configs/trainer.toml").write_text(f'[model]\nattn = "{attn}"\n')
+
+
+def test_the_noise_floor_is_over_all_steps(tmp_path: Path) -> None:
+    write_run(tmp_path, "sdpa")
     floor = noise_floor(RunFolder(tmp_path), "", before=None)
     assert (floor.kernel, floor.steps, floor.most_abs) == ("sdpa", 3, 3e-3)
     assert (floor.mean_abs, floor.mean_kl) == (pytest.approx(2e-3), pytest.approx(2e-3))
+
+
+def test_each_change_is_measured_in_a_run_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(tmp_path, "eager")
+    (tmp_path / "configs/rl.toml").touch()
+
+    def rl(command: list[str], **_: object) -> SimpleNamespace:
+        changed = command[-2:] == ["--trainer.model.attn", "sdpa"]
+        write_run(Path(command[command.index("--output-dir") + 1]), "sdpa" if changed else "eager")
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr("meshrl.cli.doctor.subprocess.run", rl)
+    flags = ["--vary", "trainer.model.attn=sdpa", "--json", "-o", str(tmp_path)]
+    done = CliRunner().invoke(main, ["doctor", "--drift", *flags])
+    floors = json.loads(done.stdout)
+    assert [(one["changed"], one["kernel"]) for one in floors] == [("-", "eager"), ("trainer.model.attn=sdpa", "sdpa")]
+    assert {path.name for path in (tmp_path / "drift").iterdir()} == {"1", "2"}
