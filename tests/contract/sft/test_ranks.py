@@ -46,15 +46,25 @@ def started(config: SFTConfig, *, by: Sequence[str] = (), **environ: str) -> Ite
         process.wait()
 
 
-def test_two_processes_train_as_one(folder: Path, tmp_path: Path) -> None:
+def wait_for_step(process: subprocess.Popen[bytes], output_dir: Path, step: int) -> None:
+    end = time.monotonic() + 120
+    while len(records(output_dir)) < step:
+        assert process.poll() is None, (output_dir / "console.txt").read_text()
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_two_processes_which_nohup_protects_train_as_one(folder: Path, tmp_path: Path) -> None:
     """The two read with a process of its own, below a temporary folder too deep for Unix sockets."""
     one, two, deep = tmp_path / "one", tmp_path / "two", tmp_path / ("scratch-" * 12)
     deep.mkdir()
     data = DataConfig(name=str(folder / "train.jsonl"), batch_size=2, seq_len=256, num_workers=1)
     with (
         tempfile.TemporaryDirectory(dir="/tmp") as short,
-        started(two_ranks(folder, two, data=data), TMPDIR=str(deep), XDG_RUNTIME_DIR=short) as process,
+        started(two_ranks(folder, two, data=data), by=["nohup"], TMPDIR=str(deep), XDG_RUNTIME_DIR=short) as process,
     ):
+        wait_for_step(process, two, 1)
+        process.send_signal(signal.SIGHUP)
         train(configure(folder, one), (), RankGroup())
         assert process.wait(180) == 0, (two / "console.txt").read_text()
         end = time.monotonic() + 60
@@ -71,24 +81,7 @@ def test_two_processes_train_as_one(folder: Path, tmp_path: Path) -> None:
     for name, tensor in ours.items():
         np.testing.assert_allclose(tensor, theirs[name], atol=1e-5, err_msg=name)
     assert sorted(path.name for path in two.glob("logs/sft/torchrun/*/attempt_0/*")) == ["0", "1"]
-
-
-def wait_for_step(process: subprocess.Popen[bytes], output_dir: Path, step: int) -> None:
-    end = time.monotonic() + 120
-    while len(records(output_dir)) < step:
-        assert process.poll() is None, (output_dir / "console.txt").read_text()
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
-def assert_saved_and_named(process: subprocess.Popen[bytes], output_dir: Path, signum: signal.Signals) -> None:
-    """A signal has ended the run in order: it saved what there was, and both logs name the signal."""
-    assert process.wait(120) == 0, (output_dir / "console.txt").read_text()
-    assert (output_dir / "weights" / "final" / "model.safetensors").is_file()
-    for log in ("console.txt", "logs/sft.log"):
-        text = (output_dir / log).read_text()
-        assert f"{signum.name}: rank 0 gets SIGTERM, on which it drains" in text
-        assert re.search(r"SIGTERM: training ends after step \d+ of 100000", text)
+    assert "SIGHUP" not in (two / "logs/sft.log").read_text()
 
 
 @pytest.fixture
@@ -104,14 +97,9 @@ def test_a_hangup_saves_what_there_is_ends_in_order_and_is_named(folder: Path, t
     with started(two_ranks(folder, tmp_path, max_steps=100_000)) as process:
         wait_for_step(process, tmp_path, 1)
         process.send_signal(signal.SIGHUP)
-        assert_saved_and_named(process, tmp_path, signal.SIGHUP)
-
-
-def test_nohup_protects_all_ranks_and_a_termination_ends_them_as_a_hangup_does(folder: Path, tmp_path: Path) -> None:
-    with started(two_ranks(folder, tmp_path, max_steps=100_000), by=["nohup"]) as process:
-        wait_for_step(process, tmp_path, 1)
-        process.send_signal(signal.SIGHUP)
-        wait_for_step(process, tmp_path, len(records(tmp_path)) + 5)
-        process.send_signal(signal.SIGTERM)
-        assert_saved_and_named(process, tmp_path, signal.SIGTERM)
-    assert "SIGHUP" not in (tmp_path / "logs/sft.log").read_text()
+        assert process.wait(120) == 0, (tmp_path / "console.txt").read_text()
+    assert (tmp_path / "weights" / "final" / "model.safetensors").is_file()
+    for log in ("console.txt", "logs/sft.log"):
+        text = (tmp_path / log).read_text()
+        assert "SIGHUP: rank 0 gets SIGTERM, on which it drains" in text
+        assert re.search(r"SIGTERM: training ends after step \d+ of 100000", text)
