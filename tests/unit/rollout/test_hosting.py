@@ -6,6 +6,7 @@ from types import ModuleType
 
 import pytest
 import verifiers.v1 as vf
+from verifiers.v1.utils.loaders import taskset_class
 
 from meshrl.core.config import ConfigError
 from meshrl.core.config.shared import EnvConfig
@@ -174,3 +175,8 @@ def test_a_taskset_that_brings_a_harness_is_played_by_it(monkeypatch: pytest.Mon
     module.__all__ = ["WordTaskset", "OwnHarness"]
     assert block()["agent"] == {"runtime": {"type": "subprocess"}}
     assert type(load().env._harnesses["agent"]) is OwnHarness
+
+
+def test_a_dotted_module_is_found_without_the_import_of_the_tasksets_of_verifiers(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "verifiers.v1.tasksets", None)  # its import fails
+    assert taskset_class(plugin_id("reverse_text")).__name__ == "ReverseTextTaskset"
