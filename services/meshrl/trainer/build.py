@@ -9,11 +9,13 @@ from typing import Literal
 
 import torch
 from loguru import logger
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from meshrl.core.config import ConfigError
 from meshrl.core.config.shared import ModelConfig
 from meshrl.core.orphans import Lifeline
+from meshrl.models.adapters import AdapterHolder
 from meshrl.models.load import ModelError, load_tokenizer, resolve_dtype
 from meshrl.models.logprobs import PackedPolicy
 from meshrl.trainer.config import TrainerConfig
@@ -94,6 +96,7 @@ def build_parts(config: TrainerConfig, environment: Mapping[str, str]) -> Traine
             beside_engine=config.release_memory,
         )
         logger.info("the model is loaded, in {:.1f} s", time.perf_counter() - started)
+        switch_dropout_off(learner.model)
         if isinstance(model.compile, CompileConfig) and parallel.device.type == "cuda":
             compile_kernels(learner, seq_len=config.seq_len)
         tokenizer = _tokenizer(config.model) if parallel.plan.leads else None
@@ -109,6 +112,16 @@ def build_parts(config: TrainerConfig, environment: Mapping[str, str]) -> Traine
         lifeline=lifeline,
         release=releaser(parallel.device, wanted=config.release_memory),
     )
+
+
+def switch_dropout_off(model: nn.Module) -> None:
+    """That of the model's configuration, as GPT-2 has it: engines sample without. Adapters keep their own."""
+    for module in model.modules():
+        if isinstance(module, AdapterHolder):
+            continue
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and ("drop" in name or (isinstance(module, nn.Dropout) and name == "p")):
+                setattr(module, name, 0.0)
 
 
 def releaser(device: torch.device, *, wanted: bool) -> Callable[[], None]:
