@@ -243,6 +243,12 @@ def test_an_engine_that_takes_requests_while_it_prepares_a_version_is_well() -> 
     assert not dataclasses.replace(row, figures={"routable": False}).is_well
 
 
+def test_the_doctor_says_that_a_mistyped_folder_is_none(tmp_path: Path) -> None:
+    findings = json.loads(meshrl("doctor", "--json", "-o", str(tmp_path / "mistyped")).output)
+    (run,) = [finding for finding in findings if finding["what"] == "run"]
+    assert (run["state"], run["found"]) == ("warn", f"there is no folder {tmp_path / 'mistyped'}")
+
+
 def test_a_trainer_without_a_run_for_the_caller_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     async def of_another_tenant(*arguments: object) -> SimpleNamespace:
         return SimpleNamespace(runs=())

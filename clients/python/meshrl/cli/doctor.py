@@ -141,6 +141,10 @@ def _packages() -> Iterator[Diagnosis]:
 def _services(folder: RunFolder) -> Iterator[Diagnosis]:
     from meshrl.cli.status import read_status  # gRPC, which a machine is examined without
 
+    if not folder.path.exists():
+        remedy = "to examine a run, name its output folder with -o"
+        yield Diagnosis(what="run", state="warn", found=f"there is no folder {folder.path}", remedy=remedy)
+        return
     if not folder.is_running():
         found, ended_by = f"none is running in {folder.path}", folder.why_it_ended()
         if ended_by:
