@@ -1,14 +1,14 @@
-"""The interfaces of transports, and of the ranks' shares in them.
+"""The interface of transports, and what their versions have in common.
 
 Rank 0's publisher prepares a version with its transport, stages and seals it at the hub, and has the transport deliver
-it. Ranks that share the work get a `PublishCall`, which their `RankShare` carries out on a thread beside training.
+it. Ranks that share the work get a `PublishCall`, which their `SenderShare` carries out on a thread beside training.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,17 +31,6 @@ class PublishCall:
 @dataclass(frozen=True, kw_only=True)
 class VersionCall(PublishCall):
     version: int
-
-
-class RankShare(Protocol):
-    @property
-    def calls(self) -> Sequence[type[PublishCall]]: ...
-
-    @property
-    def progress(self) -> Progress: ...
-
-    def carry_out(self, call: Any) -> Answer:
-        """Does what one of its calls asks for; blocking. Raises MeshError and OSError."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,8 @@ from loguru import logger
 from torch._C._distributed_c10d import Store
 
 from meshrl.client.backoff import Backoff
-from meshrl.versions.transports.base import Answer, PublishCall, RankShare
+from meshrl.versions.transports.base import Answer, PublishCall
+from meshrl.versions.transports.shares import SenderShare
 from meshrl.wire.errors import MeshError, Reason
 
 POLL_S = (0.001, 0.05)  # between two looks for an answer, doubled from the first to the second
@@ -36,7 +37,7 @@ class _Outcome:
 class RankCalls:
     """Rank 0's side; one call at a time. `store` is None where there are no other ranks."""
 
-    def __init__(self, share: RankShare, store: Store | None, *, num_ranks: int) -> None:
+    def __init__(self, share: SenderShare, store: Store | None, *, num_ranks: int) -> None:
         assert store is not None or num_ranks == 1, "several ranks need a store"
         self._share, self._store, self._num_ranks = share, store, num_ranks
         self._sent = 0
@@ -92,7 +93,7 @@ class RankCalls:
 class RankCallThread:
     """The thread of a sender rank but the first that carries out calls."""
 
-    def __init__(self, share: RankShare, store: Store, *, rank: int) -> None:
+    def __init__(self, share: SenderShare, store: Store, *, rank: int) -> None:
         self._share, self._store, self._rank = share, store, rank
         self._working = ThreadPoolExecutor(1, thread_name_prefix="publishing-share")  # the GPU belongs to a thread
         threading.Thread(target=self._run, name="publishing", daemon=True).start()

@@ -60,6 +60,7 @@ class SenderShare(ABC):
             return self.base.free_buffer(None if self._reading else snapshot)
 
     def carry_out(self, call: Any) -> Answer:
+        """Does what one of its `calls` asks for; blocking. Raises MeshError and OSError."""
         with self._snapshot(call.version) as snapshot:
             match call:
                 case EncodeRows():

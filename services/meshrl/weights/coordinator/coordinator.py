@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from meshrl.weights.coordinator import rows
-from meshrl.weights.coordinator.engine_groups import BroadcastRequest, EngineGroups, first_version
+from meshrl.weights.coordinator.engine_groups import BroadcastRequest, EngineGroups
 from meshrl.weights.coordinator.engines import EnginePool, SleepRound
 from meshrl.weights.coordinator.line import LineLimits, LineLog, RunLine
 from meshrl.weights.coordinator.states import (
@@ -154,8 +154,8 @@ class Coordinator:
             return former.opened(), []
         line = self._line_to_publish(request.run_id, adapter=False)
         line.check_epoch(request.epoch)
-        known = [record.key for record in line.records.live if record.state is not VersionState.STAGING]
-        first = first_version(request.epoch, known)
+        sealed = [record.key for record in line.records.live if record.state is not VersionState.STAGING]
+        first = max((key.version + 1 for key in sealed if key.epoch == request.epoch), default=0)
         self._log.wall_offset_s = wall_s - now_s
         group = self.groups.open(request, self.pool.engines.values(), first, now_s)
         self._open(line)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from meshrl.weights.coordinator.states import EngineRecord, Key, VersionRecord
+from meshrl.weights.coordinator.states import EngineRecord, VersionRecord
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import GroupMember, JoinGroup, OpenedGroup, Transport
 
@@ -130,11 +130,6 @@ class EngineGroups:
         if carried == (record.key.run_id, record.key.epoch) and record.version >= group.first_version:
             return None
         return f"group {group.generation} is for versions from {group.first_version} of epoch {group.request.epoch} on"
-
-
-def first_version(epoch: int, known: Collection[Key]) -> int:
-    """The first version that a group carries, after those that are `known`."""
-    return max((key.version + 1 for key in known if key.epoch == epoch), default=0)
 
 
 def _why_left_out(engine: EngineRecord, request: BroadcastRequest) -> str | None:
