@@ -5,6 +5,7 @@ import base64
 import json
 import time
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from itertools import pairwise
 from pathlib import Path
 
@@ -176,6 +177,33 @@ async def test_a_drain_finishes_what_is_in_flight_and_refuses_the_rest(make_mesh
         with pytest.raises(MeshError) as gone:
             await client.get_status()
         assert gone.value.reason is Reason.UNREACHABLE
+
+
+async def test_a_drain_waits_until_answers_have_been_sent(make_mesh, answers):
+    """A servicer has returned before gRPC sends what it returned, which takes a while for megabytes."""
+    mesh = await make_mesh()
+    begun, may_end = asyncio.Semaphore(0), asyncio.Event()
+    large = type(answers["ListEnvironments"])()
+    large.CopyFrom(answers["ListEnvironments"])
+    large.environments.add(name="x" * 3_000_000)
+
+    async def call(request, context):
+        begun.release()
+        await may_end.wait()
+        return large
+
+    mesh.script.on["ListEnvironments"] = call
+    async with AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(RolloutClient(mesh.address)) for _ in range(8)]
+        asked = [asyncio.create_task(client.list_environments()) for client in clients]
+        for _ in asked:
+            await asyncio.wait_for(begun.acquire(), 60.0)
+        drain = asyncio.create_task(mesh.server.drain(60.0))
+        await asyncio.sleep(0)
+        may_end.set()
+        for answer in await asyncio.gather(*asked):
+            assert len(answer[-1].name) == 3_000_000
+        await asyncio.wait_for(drain, 60.0)
 
 
 async def test_a_port_in_use_is_an_error_that_says_what_to_change(mesh):

@@ -19,7 +19,6 @@ from opentelemetry import trace
 from meshrl.client.channel import CONTRACT_KEY
 from meshrl.core.rpc.guard import CALLER, Caller, Guard
 from meshrl.core.rpc.roles import check_runs, hide_runs
-from meshrl.core.waiting import InFlight
 from meshrl.wire.errors import STATUS_DETAILS_KEY, MeshError, Reason, to_rpc_status
 from meshrl.wire.trace import TRACEPARENT, context_from
 from meshrl.wire.types import CONTRACT_VERSION
@@ -103,17 +102,21 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
         self._callers: dict[asyncio.Task[object], Caller] = {}
         self._shut_out: dict[asyncio.Task[object], MeshError] = {}
         self._sending: set[asyncio.Task[object]] = set()
-        self._in_flight = InFlight()
-        self._tasks: set[asyncio.Task[object]] = set()
+        self._tasks: set[asyncio.Task[object]] = set()  # of calls in service, until gRPC has sent their answers
         self._cut_off_why = ""
         self.refusing = False
 
     @property
     def in_flight(self) -> int:
-        return self._in_flight.count
+        return len(self._tasks)
 
     async def wait_idle(self, deadline_s: float) -> bool:
-        return await self._in_flight.idle_within(deadline_s)
+        """Until all calls in service are answered; False after `deadline_s`."""
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + deadline_s
+        while self._tasks and (left_s := end_s - loop.time()) > 0:
+            await asyncio.wait(self._tasks, timeout=left_s)
+        return not self._tasks
 
     async def cut_off(self, why: str, deadline_s: float) -> None:
         """Ends the calls in service, and waits until their callers have been sent why."""
@@ -236,10 +239,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
         task = asyncio.current_task()
         assert task is not None  # gRPC runs each call in one
         self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         span = self._start_span(context, method.name)
         try:
-            with self._in_flight.one():
-                yield span
+            yield span
         except (asyncio.CancelledError, GeneratorExit):  # the caller gave up, or the server stops
             if context.time_remaining() == 0.0:
                 code, why = "DEADLINE_EXCEEDED", "the deadline that its caller set has passed"
@@ -251,7 +254,6 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
             raise
         finally:
             span.end()
-            self._tasks.discard(task)
             self._callers.pop(task, None)
             self._shut_out.pop(task, None)
 
