@@ -5,7 +5,6 @@ import base64
 import json
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,10 +14,12 @@ from google.protobuf import descriptor_pb2
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
+from opentelemetry import trace
 
 from meshrl.client import RolloutClient
 from meshrl.core.config.base import ConfigError
 from meshrl.core.config.shared import ServerConfig
+from meshrl.core.rpc.intercept import CallInterceptor
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.wire.errors import MeshError, Reason
 
@@ -179,31 +180,27 @@ async def test_a_drain_finishes_what_is_in_flight_and_refuses_the_rest(make_mesh
         assert gone.value.reason is Reason.UNREACHABLE
 
 
-async def test_a_drain_waits_until_answers_have_been_sent(make_mesh, answers):
-    """A servicer has returned before gRPC sends what it returned, which takes a while for megabytes."""
-    mesh = await make_mesh()
-    begun, may_end = asyncio.Semaphore(0), asyncio.Event()
-    large = type(answers["ListEnvironments"])()
-    large.CopyFrom(answers["ListEnvironments"])
-    large.environments.add(name="x" * 3_000_000)
+async def test_a_call_is_in_service_until_grpc_has_its_answer():
+    """A servicer has returned before gRPC sends what it returned; a drain that did not wait for that would lose it."""
+    calls, seen = CallInterceptor(trace.NoOpTracer()), []
 
     async def call(request, context):
-        begun.release()
-        await may_end.wait()
-        return large
+        return b"answer"
 
-    mesh.script.on["ListEnvironments"] = call
-    async with AsyncExitStack() as stack:
-        clients = [await stack.enter_async_context(RolloutClient(mesh.address)) for _ in range(8)]
-        asked = [asyncio.create_task(client.list_environments()) for client in clients]
-        for _ in asked:
-            await asyncio.wait_for(begun.acquire(), 60.0)
-        drain = asyncio.create_task(mesh.server.drain(60.0))
-        await asyncio.sleep(0)
-        may_end.set()
-        for answer in await asyncio.gather(*asked):
-            assert len(answer[-1].name) == 3_000_000
-        await asyncio.wait_for(drain, 60.0)
+    def serialized(answer: bytes) -> bytes:
+        seen.append(calls.in_flight)
+        return answer
+
+    handler = grpc.unary_unary_rpc_method_handler(call, response_serializer=serialized)
+    server = grpc.aio.server(interceptors=[calls])
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("meshrl.v1.Answering", {"Call": handler}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        assert await channel.unary_unary("/meshrl.v1.Answering/Call")(b"", timeout=60.0) == b"answer"
+    assert seen == [1]
+    assert await calls.wait_idle(60.0)
+    await server.stop(None)
 
 
 async def test_a_port_in_use_is_an_error_that_says_what_to_change(mesh):

@@ -59,7 +59,7 @@ class WeightsExtension:
 
         An engine of adapters has none: its weights never change. `ends`: the `JobEnds.address` for the ends of jobs.
         """
-        end_with_parent()  # vLLM's own takes 17 s to see that its engine was killed, and holds the model as long
+        end_with_parent()  # else a worker outlives its killed engine by 17 s, with the model in the GPU's memory
         self._meshrl_ends = ends
         self._meshrl_job: Job | None = None
         self._meshrl_receiver: Receiver | None = None
