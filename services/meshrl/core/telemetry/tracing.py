@@ -119,7 +119,7 @@ class CollectorExporter(SpanExporter):
                 logger.warning(
                     "the collector (OTEL_EXPORTER_OTLP_ENDPOINT, OTLP over HTTP) does not take spans; traces/ of the"
                     " output folder has them all: {}",
-                    self._failure.text or "it gave no reason",
+                    self._failure.text or "nothing was taken within OTEL_EXPORTER_OTLP_TIMEOUT",
                 )
             self.missed += len(spans)
         return result
