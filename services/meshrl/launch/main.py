@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -46,6 +47,7 @@ from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.prime_rl import PrimeRLKeys
 from meshrl.trainer.config import TrainerConfig
 from meshrl.weights.config import WeightsConfig
+from meshrl.wire.program_state import FOLDER as STATE_FOLDER
 from meshrl.wire.saved_steps import step_folder, steps_in
 
 _NAME = "rl"
@@ -135,6 +137,8 @@ def launch(config: RLConfig, start: Start) -> int:
                 if spread is not None and credentials:
                     credentials |= _engine_certificates(parts, spread, layout)
                 begin_attempt(layout)
+                for folder in {part.config.output_dir for part in parts}:  # an earlier start's programs are not missed
+                    shutil.rmtree(folder / STATE_FOLDER, ignore_errors=True)
                 started = programs(parts, layout, credentials)
                 if spread is not None:
                     copy_to_nodes(nodes[1:], [layout.config(part.name) for part in parts])

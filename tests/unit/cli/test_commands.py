@@ -491,6 +491,14 @@ def test_the_doctor_says_what_it_looked_at(tmp_path: Path) -> None:
     assert result.exit_code == (1 if "fail" in looked_at.values() else 0)
 
 
+def test_the_doctor_names_a_ledger_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "ledger.sqlite").write_text("not one")
+    result = meshrl("doctor", "--json", "-o", str(tmp_path))
+    (ledger,) = [finding for finding in json.loads(result.output) if finding["what"] == "ledger"]
+    assert (ledger["state"], ledger["found"]) == ("fail", "ledger.sqlite cannot be read: file is not a database")
+    assert result.exit_code == 1
+
+
 def test_the_doctor_takes_the_pythons_that_the_distribution_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,6 +93,14 @@ def test_a_path_that_cannot_be_used_ends_with_code_2(
     assert message.replace("TMP", str(tmp_path)) in capsys.readouterr().err
 
 
+def test_a_start_does_not_miss_programs_of_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state/trainer.json").write_text("{}")  # of one that was killed
+    monkeypatch.setattr("meshrl.launch.main._supervise", lambda *arguments, **options: 0)
+    assert run_main(monkeypatch, "--output-dir", str(tmp_path)) == 0
+    assert not (tmp_path / "state").exists()
+
+
 def test_every_program_is_started_from_its_own_file_and_can_be_run_as_a_module(tmp_path: Path) -> None:
     parts, layout = parts_of(tmp_path, "--num-engines", "2"), Layout(tmp_path)
     write_configs(layout, {part.name: part.config for part in parts})

@@ -145,6 +145,9 @@ def _services(folder: RunFolder) -> Iterator[Diagnosis]:
         remedy = "to examine a run, name its output folder with -o"
         yield Diagnosis(what="run", state="warn", found=f"there is no folder {folder.path}", remedy=remedy)
         return
+    if trouble := folder.ledger_trouble():
+        remedy = "move it and the files ledger.sqlite-* away, and start the run again from a checkpoint"
+        yield Diagnosis(what="ledger", state="fail", found=f"ledger.sqlite cannot be read: {trouble}", remedy=remedy)
     if not folder.is_running():
         found, ended_by = f"none is running in {folder.path}", folder.why_it_ended()
         if ended_by:

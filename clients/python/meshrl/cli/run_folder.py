@@ -202,8 +202,16 @@ class RunFolder:
             columns=history.series.columns,
             synchronous=self.config("orchestrator").get("max_async_level") == 0,
             loop_lags_s={name: state.loop_lag_s for name, state in self.states().items()} if self.is_running() else {},
-            dropped=self._dropped() if history.last is None else {},
+            dropped=self._dropped() if history.last is None and not self.ledger_trouble() else {},
         )
+
+    def ledger_trouble(self) -> str:
+        """Why the ledger cannot be read."""
+        try:
+            self._dropped()
+        except sqlite3.DatabaseError as error:
+            return str(error)
+        return ""
 
     def _dropped(self) -> dict[str, int]:
         ledger = self.ledger()
