@@ -33,6 +33,7 @@ def write(tmp_path: Path) -> Callable[..., DataConfig]:
         ({"text": "hi"}, r"line 1 has columns \['text'\]; expected messages, or prompt and completion"),
         ({"prompt": "hi"}, "expected messages, or prompt and completion"),
         ({"messages": 3}, "line 1: messages must be a list of messages or a string, got int"),
+        ({"messages": []}, "line 1: messages must be a list of messages or a string, got an empty list"),
         ({"messages": [{"content": "hi"}]}, "message 0 of messages: a message needs a role"),
         ({"messages": [USER], "tools": "{"}, "tools is a string but not JSON"),
         ("{", "line 1: not JSON"),
@@ -51,6 +52,18 @@ def test_a_byte_order_mark_before_a_list_is_passed_over(tmp_path: Path) -> None:
     path.write_text(json.dumps(rows, indent=1), encoding="utf-8-sig")
     (opened,) = open_parts(DataConfig(name=str(path))).values()
     assert [opened[index] for index in range(len(opened))] == rows
+
+
+def test_a_file_of_another_kind_is_refused_by_its_ending(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("prompt,completion\na,b\n")
+    with pytest.raises(DataError, match=r"rows.csv': a file of rows is .jsonl, .json or .parquet; write it as one"):
+        open_parts(DataConfig(name=str(tmp_path / "rows.csv")))
+
+
+def test_a_broken_file_in_a_folder_is_refused_with_what_is_wrong_in_it(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "p", "completion": "c"}\n{"prompt": "p"')
+    with pytest.raises(DataError, match="taken as a folder, split 'train': JSON parse error"):
+        open_parts(DataConfig(name=str(tmp_path)))
 
 
 @pytest.mark.parametrize("asked", [{"splits": ["train", "hard"]}, {"subset": "hard"}, {"subsets": ["easy", "hard"]}])

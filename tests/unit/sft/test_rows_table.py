@@ -155,6 +155,13 @@ def check_key(row: Any, warned: list[str]) -> None:
     assert len(warned) == 1
 
 
+def check_role(row: Try, warned: list[str]) -> None:
+    assert "[[" not in row({"messages": [USER, {"role": "gpt", "content": "yes"}]})
+    assert warned[-1].endswith("not used: role 'gpt', which loss_mask does not have")
+    row({"messages": [USER, {"role": "model", "content": "yes", "weight": 1}]})
+    assert len(warned) == 1
+
+
 CHECKS = {
     "`messages`": check_messages,
     "`prompt`, `completion`": check_prompt,
@@ -171,6 +178,7 @@ CHECKS = {
     "`reasoning_content`, `reasoning`": check_reasoning,
     "`weight`, `loss_mask`, `trainable`, `train`": check_marks,
     "`weight` between 0 and 1": check_half,
+    "another role than those of `loss_mask`": check_role,
     "another key of a message": check_key,
 }
 

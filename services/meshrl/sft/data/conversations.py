@@ -95,7 +95,8 @@ def _messages(value: object, name: str, column: str, *, role: str) -> tuple[Mess
     if isinstance(value, str):
         return ({"role": role, "content": value},)
     if not isinstance(value, Sequence) or not value:
-        raise DataError(f"{name}: {column} must be a list of messages or a string, got {type(value).__name__}")
+        got = "an empty list" if value == [] else type(value).__name__
+        raise DataError(f"{name}: {column} must be a list of messages or a string, got {got}")
     messages = []
     for place, message in enumerate(value):
         if not isinstance(message, Mapping):

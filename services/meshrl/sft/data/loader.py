@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from meshrl.algorithms.packing import TrainSample
 from meshrl.models.load import embedding_rows
-from meshrl.sft.config import TextSettings
+from meshrl.sft.config import LossMaskConfig, TextSettings
 from meshrl.sft.data.config import DataConfig
 from meshrl.sft.data.conversations import Conversation, DataError, to_conversation
 from meshrl.sft.data.mixture import Cursor, Draw, Mixture
@@ -25,6 +25,7 @@ from meshrl.sft.data.tokenization import ConversationTokenizer
 
 ROWS_AT_ONCE = 16  # rows that a process tokenizes before it hands them over
 LOADER_DEADLINE_S = 600.0
+_ROLES = frozenset(LossMaskConfig.model_fields)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -38,8 +39,8 @@ class DrawnSample:
 
 
 class TokenizedRows(Dataset[object]):
-    """The rows of a data section in tokens, opened at first use by each process. `unused` are the columns and message
-    keys that nothing reads; a new one is logged."""
+    """The rows of a data section in tokens, opened at first use by each process. `unused` are the columns, message
+    keys and roles that nothing reads; a new one is logged."""
 
     def __init__(self, text: TextSettings, data: DataConfig, *, unused: frozenset[str] = frozenset()) -> None:
         self._text = text
@@ -86,6 +87,9 @@ class TokenizedRows(Dataset[object]):
     def _list_unused(self, conversation: Conversation) -> None:
         template = str(self.tokenize.tokenizer.chat_template)
         unused = [f"column {name!r}" for name in conversation.other_columns]
+        learnable = zip(conversation.messages, conversation.learned(_ROLES), strict=True)
+        other_roles = {message["role"] for message, learned in learnable if not learned} - _ROLES
+        unused += [f"role {role!r}, which loss_mask does not have" for role in other_roles]
         if not self._text.renderer:  # renderers read what they know of these
             keys = conversation.other_keys | ({"tools"} if conversation.tools else frozenset())
             read = {"reasoning_content": "reasoning"}  # a message has it by both names

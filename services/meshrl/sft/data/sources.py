@@ -145,6 +145,8 @@ def _open(name: str, subset: str | None, split: str) -> DataRows:
         return _json(path)
     if path.suffix == ".parquet" and not path.is_file():
         raise DataError(f"data.name {name!r}: there is no such file")
+    if path.is_file() and path.suffix != ".parquet":
+        raise DataError(f"data.name {name!r}: a file of rows is .jsonl, .json or .parquet; write it as one of them")
     if path.is_dir():
         for file in (path / (subset or "") / f"{split}{suffix}" for suffix in (".jsonl", ".json")):
             if file.is_file():
@@ -193,7 +195,8 @@ def _dataset(name: str, subset: str | None, split: str) -> DataRows:
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError, NO_ANSWER) as error:
         part = f"split {split!r}" + (f" of subset {subset!r}" if subset else "")
         kind = "folder" if path.is_dir() else "file" if path.is_file() else "name on the hub (no such folder here)"
-        why = str(error) if path.exists() else f"{told(error)}; {ADVICE}"
+        cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
+        why = str(cause or error) if path.exists() else f"{told(error)}; {ADVICE}"
         raise DataError(f"cannot load data.name {name!r}, taken as a {kind}, {part}: {why}") from error
     return _DatasetRows(loaded)
 
