@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 
 from meshrl.core.config import BaseConfig
 from meshrl.core.config.shared import ModelConfig, WandbConfig
+from meshrl.core.config.typed import changed
 from meshrl.core.slurm.config import DeploymentType, SlurmConfig
 from meshrl.sft.data.config import DataConfig
 from meshrl.training.config import CheckpointConfig, OptimConfig, TrainingConfig
@@ -37,6 +38,19 @@ class LossMaskConfig(BaseConfig):
         return frozenset(role for role in ("system", "user", "assistant", "tool") if getattr(self, role))
 
 
+FOR_TRAINING = (
+    "probabilities",
+    "stopping_strategy",
+    "batch_size",
+    "pack_function",
+    "shuffle",
+    "seed",
+    "num_workers",
+    "length",
+)
+"""Keys of [data] that have no effect in [val.data]."""
+
+
 class ValConfig(BaseConfig):
     """Validation on data that is not trained on."""
 
@@ -51,6 +65,13 @@ class ValConfig(BaseConfig):
         if self.data.type == "fake":
             raise ValueError("val.data.type 'fake' has nothing to validate on; leave [val] out, or name data")
         return self
+
+    def doubt(self) -> str | None:
+        unused = changed(self.data, FOR_TRAINING)
+        if not unused:
+            return None
+        keys = ", ".join(f"val.data.{key}" for key in unused)
+        return f"no effect of {keys}: each validation takes all of the data once, in its order"
 
 
 class TokenizerConfig(BaseConfig):
@@ -90,6 +111,15 @@ class SFTDeploymentConfig(DeploymentConfig):
             raise ValueError(
                 f"deployment.num_train_nodes is {self.num_train_nodes}, but deployment.type is 'single_node'; set it to"
                 " 'multi_node'"
+            )
+        if self.type == "multi_node" and self.num_train_gpus > 1:
+            raise ValueError(
+                f"deployment.num_train_gpus is {self.num_train_gpus}, but it is for one node; deployment.gpus_per_node"
+                " is what multi_node uses: leave it out"
+            )
+        if self.type == "single_node" and self.nodes_per_fsdp_group is not None:
+            raise ValueError(
+                "deployment.nodes_per_fsdp_group is for deployment.type 'multi_node', got 'single_node'; leave it out"
             )
         if self.nodes_per_fsdp_group is not None and self.num_train_nodes % self.nodes_per_fsdp_group:
             raise ValueError(
@@ -181,8 +211,15 @@ class SFTConfig(TrainingConfig):
         validation = [self.val.data.name] if self.val is not None else []
         return [Path(name) for name in (self.model.name, self.tokenizer.name, self.data.name, *validation) if name]
 
+    def doubts(self) -> list[str]:
+        """About settings that are probably not meant."""
+        doubts = (self.data.doubt(), None if self.val is None else self.val.doubt())
+        return [doubt for doubt in doubts if doubt is not None]
+
     @model_validator(mode="after")
     def _something_to_learn(self) -> Self:
+        if self.data.length != "fixed" and self.data.type != "fake" and self.bench is None:
+            raise ValueError("data.length is for data.type fake and for --bench; leave it out")
         if self.clean_output_dir and self.ckpt is not None and self.ckpt.resume_step is not None:
             raise ValueError("clean_output_dir deletes the checkpoint that ckpt.resume_step asks for; leave one out")
         if not self.loss_mask.roles():

@@ -41,18 +41,25 @@ def submit_sft(config: SFTConfig, dry_run: bool) -> str | None:
                 "deployment.type is 'multi_node', which sft does in a SLURM job; add [slurm], or start"
                 " torchrun -m meshrl.sft.main on each node (docs/deployment.md)"
             )
+        if given.nodes_per_fsdp_group is not None:
+            raise ConfigError(
+                "deployment.nodes_per_fsdp_group is for [slurm]; set model.dp_replicate instead, to"
+                f" {given.num_train_nodes // given.nodes_per_fsdp_group}"
+            )
         return None
     if config.slurm.requeue_at_limit and config.ckpt is None:
         raise ConfigError(
             "slurm.requeue_at_limit goes on from a checkpoint, and sft saves none; add [ckpt], or leave it out"
         )
-    model = config.model
+    changes: dict[str, object] = {"slurm": None, "dry_run": False, "clean_output_dir": False}
     if given.nodes_per_fsdp_group is not None:
-        model = model.model_copy(update={"dp_replicate": given.num_train_nodes // given.nodes_per_fsdp_group})
+        copies = given.num_train_nodes // given.nodes_per_fsdp_group
+        changes["model"] = config.model.model_copy(update={"dp_replicate": copies})
+        changes["deployment"] = given.model_copy(update={"nodes_per_fsdp_group": None})
     job = BatchJob(
         program="sft",
         module="meshrl.sft.main",
-        config=config.model_copy(update={"slurm": None, "model": model, "dry_run": False, "clean_output_dir": False}),
+        config=config.model_copy(update=changes),
         output_dir=config.output_dir,
         nodes=given.nodes,
         gpus_per_node=given.gpus_per_node,
@@ -78,9 +85,7 @@ def _prepare(config: SFTConfig) -> None:
             checks = _first_rows(config.text, config.data, show=config.show_rows, validated=config.validated)
         sys.stdout.writelines(f"note: {note}\n" for note in config.notes)
         sys.stdout.writelines(f"{line}\n" for check in checks for line in check.lines())
-        doubt = config.data.doubt()
-        if doubt is not None:
-            sys.stdout.write(f"warning: {doubt}\n")
+        sys.stdout.writelines(f"warning: {doubt}\n" for doubt in config.doubts())
         path = Layout(config.output_dir).config("sft")
         with writing_to(config.output_dir):
             dump_toml(config.model_copy(update={"clean_output_dir": False, "dry_run": False}), path)

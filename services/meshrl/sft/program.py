@@ -70,6 +70,8 @@ def train(config: SFTConfig, signals: Sequence[str], parallel: RankGroup) -> Non
         checks = check_data(config.text, config.data, show=config.show_rows, validated=config.validated)
         for line in (line for check in checks for line in check.lines()):
             logger.info("{}", line)
+        for doubt in config.doubts():
+            logger.warning("{}", doubt)
     try:
         learner, run, _ = load_run(
             config,

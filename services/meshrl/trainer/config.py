@@ -7,6 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from meshrl.core.config.shared import ServerConfig, TlsConfig, WeightBroadcastConfig
+from meshrl.core.config.typed import changed
 from meshrl.trainer.loss_config import LossConfig
 from meshrl.trainer.runs.hooks import RunHooksConfig
 from meshrl.trainer.runs.settings import RunSettings
@@ -104,6 +105,24 @@ class TrainerConfig(TrainingConfig):
             max_queued_batches=self.max_queued_batches,
             max_steps=self.max_steps,
         )
+
+    @model_validator(mode="after")
+    def _keys_of_added_runs(self) -> Self:
+        of_added = changed(self, ("run_hooks", "max_adapters_gib", "max_failed_steps"))
+        of_added += ["join_rows"] if self.join_rows == "always" else []
+        if of_added and self.max_concurrent_runs == 1:
+            raise ValueError(
+                f"trainer.{of_added[0]} is about runs beside the trainer's own, and trainer.max_concurrent_runs is 1;"
+                " raise that, or leave it out"
+            )
+        if self.join_rows == "always" and (self.model.cp > 1 or self.model.tp > 1):
+            raise ValueError("trainer.join_rows is always, but with model.cp or model.tp rows never join; leave it out")
+        if self.router_replay_over_wan and not self.enable_router_replay:
+            raise ValueError(
+                "trainer.router_replay_over_wan allows trainer.enable_router_replay over slow links; set that as well,"
+                " or leave it out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _adapters(self) -> Self:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from meshrl.core.config import BaseConfig
+from meshrl.core.config.typed import TypedConfig
 
 LossName = Literal["default", "aipo", "grpo", "gspo", "cispo", "custom"]
 NormaliserName = Literal["token", "sequence", "fixed"]
@@ -33,8 +33,20 @@ NORMALISERS: Mapping[LossName, NormaliserName] = {
 """The normaliser of each loss's paper, taken when `normaliser` is unset."""
 
 
-class LossConfig(BaseConfig):
+class LossConfig(TypedConfig):
     """The policy loss (formulas in meshrl.algorithms.losses); a key that belongs to another loss is an error."""
+
+    section: ClassVar = "loss"
+
+    of_types: ClassVar = {
+        "import_path": ["custom"],
+        "kwargs": ["custom"],
+        **{
+            name: [loss for loss, keys in CONSTANTS.items() if name in keys]
+            for constants in CONSTANTS.values()
+            for name in constants
+        },
+    }
 
     type: LossName = "default"
     """default: DPPO-masked importance-weighted policy gradient with a KL term. aipo: truncated, detached ratio. grpo:
@@ -92,18 +104,7 @@ class LossConfig(BaseConfig):
 
     @model_validator(mode="after")
     def _keys_of_this_loss(self) -> Self:
-        owners: dict[str, list[str]] = {"import_path": ["custom"], "kwargs": ["custom"]}
-        for loss, constants in CONSTANTS.items():
-            for name in constants:
-                owners.setdefault(name, []).append(loss)
-        given = [name for name in owners if getattr(self, name) not in (None, {})]
-        strangers = [name for name in given if self.type not in owners[name]]
-        if strangers:
-            known = ", ".join(CONSTANTS[self.type]) or "import_path, kwargs"
-            raise ValueError(
-                f"loss.{strangers[0]} belongs to loss.type {' or '.join(owners[strangers[0]])}, not to {self.type};"
-                f" leave it out (keys of {self.type}: {known})"
-            )
+        self.refuse_foreign()
         if (self.type == "custom") != (self.import_path is not None):
             raise ValueError("loss.type custom needs loss.import_path: the package.module.function that is the loss")
         return self

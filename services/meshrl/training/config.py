@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from meshrl.core.config import BaseConfig
 from meshrl.core.config.shared import LogConfig
+from meshrl.core.config.typed import TypedConfig
 from meshrl.core.private_folders import ReadableBy
 from meshrl.training.bench.config import BenchConfig
 from meshrl.training.model_config import TrainerModelConfig
 from meshrl.training.parallel.deployment import DeploymentConfig
 
 
-class OptimConfig(BaseConfig):
+class OptimConfig(TypedConfig):
     """The optimizer."""
+
+    section: ClassVar = "optim"
+
+    of_types: ClassVar = {
+        **dict.fromkeys(("betas1", "betas2", "eps"), ("adamw", "muon")),
+        "momentum": ("muon", "sgd"),
+    }
 
     type: Literal["adamw", "muon", "sgd"] = "adamw"
     """Optimizer; muon is for matrices, and everything else then has adamw."""
@@ -28,13 +36,13 @@ class OptimConfig(BaseConfig):
     """Weight decay, decoupled but for sgd; vectors (norms, biases) are exempt."""
 
     betas1: float = Field(default=0.9, ge=0.0, lt=1.0)
-    """Decay of the first moment."""
+    """adamw, muon: decay of the first moment."""
 
     betas2: float = Field(default=0.999, ge=0.0, lt=1.0)
-    """Decay of the second moment."""
+    """adamw, muon: decay of the second moment."""
 
     eps: float = Field(default=1e-8, gt=0.0)
-    """Term that keeps the update finite."""
+    """adamw, muon: term that keeps the update finite."""
 
     momentum: float = Field(default=0.95, ge=0.0, lt=1.0)
     """muon, sgd: decay of the momentum."""
@@ -43,8 +51,12 @@ class OptimConfig(BaseConfig):
     """Gradients are scaled down to this global norm; None means never."""
 
 
-class SchedulerConfig(BaseConfig):
+class SchedulerConfig(TypedConfig):
     """The learning rate over the steps: warm-up, plateau, decay."""
+
+    section: ClassVar = "scheduler"
+
+    of_types: ClassVar = dict.fromkeys(("decay_steps", "min_lr"), ("linear", "cosine", "wsd"))
 
     type: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     """Shape of the decay; constant has none, wsd stays at the peak and then falls by one minus a square root."""
@@ -154,4 +166,23 @@ class TrainingConfig(BaseConfig):
     @model_validator(mode="after")
     def _horizon(self) -> Self:
         self.scheduler.check_horizon(self.max_steps)
+        return self
+
+    @model_validator(mode="after")
+    def _keys_have_an_effect(self) -> Self:
+        self.optim.refuse_foreign()
+        self.scheduler.refuse_foreign()
+        ckpt = self.ckpt
+        if ckpt is None:
+            return self
+        if ckpt.save_async and ckpt.interval is None:
+            raise ValueError(
+                "ckpt.save_async is for checkpoints between steps, and without ckpt.interval one is saved at the end"
+                " alone; set ckpt.interval, or leave ckpt.save_async out"
+            )
+        if ckpt.weights.save_adapter_separately and self.model.lora is None:
+            raise ValueError(
+                "ckpt.weights.save_adapter_separately needs model.lora: without it there is no adapter; set model.lora,"
+                " or leave it out"
+            )
         return self

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from meshrl.core.config import ConfigError
 from meshrl.sft import main as program
 from meshrl_examples.model import create_model
 
@@ -33,10 +34,12 @@ def start(monkeypatch: pytest.MonkeyPatch, folder: Path, *flags: str) -> int | s
 def test_dry_run_looks_at_the_data_and_writes_the_file(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    assert start(monkeypatch, folder, "--dry-run", "--data.batch-size", "4096") == 0
+    validation = ["--val.data.name", str(folder / "train.jsonl"), "--val.data.seed", "3", "--val.data.seq-len", "9"]
+    assert start(monkeypatch, folder, "--dry-run", "--data.batch-size", "4096", *validation) == 0
     out = capsys.readouterr().out
     assert "train: 4 rows; the first have 10 tokens on average, of which 30% are learned" in out
     assert "for about 4,096 tokens a step set data.batch_size to 2" in out
+    assert "warning: no effect of val.data.seed: each validation takes all of the data once, in its order" in out
     written = (folder / "out" / "configs" / "sft.toml").read_text()
     assert "batch_size = 4096" in written
     assert "dry_run = true" not in written
@@ -67,6 +70,15 @@ def test_dry_run_says_what_is_wrong_in_one_message(
     assert message in err
     assert err.count("\n") == 1 or "--help" in err
     assert not (folder / "out").exists()
+
+
+def test_nodes_of_a_copy_are_refused_where_no_job_divides_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    nodes = {"type": "multi_node", "num_train_nodes": 4, "nodes_per_fsdp_group": 2}
+    config = program.SFTConfig.model_validate({"deployment": nodes})
+    with pytest.raises(ConfigError, match=r"is for \[slurm\]; set model.dp_replicate instead, to 2"):
+        program.submit_sft(config, dry_run=False)
 
 
 def test_clean_output_dir_refuses_a_folder_with_the_data_and_spares_what_is_no_run(

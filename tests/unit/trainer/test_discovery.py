@@ -83,6 +83,8 @@ WRONG = {
     "[model.lora]\nrank = 4\ntarget_modules = ['wo']\n": "'wo' names no linear layer",
     "[model.lora]\nrank = 13\n": "thirteen is refused by a hook",
     "[ckpt]\nresume_step = 7\n": "a run goes on from its newest checkpoint; set it to -1",
+    "[optim]\nlr = 0.1\nmomentum = 0.5\n": r"optim\.momentum belongs to optim\.type muon or sgd, not to adamw",
+    "[scheduler]\nmin_lr = 0.1\n": r"scheduler\.min_lr belongs to scheduler\.type linear",
     "[scheduler]\ntype = 'cosine'\n": r"needs scheduler\.decay_steps or max_steps",
 }
 """Files, and what is written beside each."""

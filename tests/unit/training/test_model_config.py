@@ -8,6 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from meshrl.core.config import dump_toml, load_config
+from meshrl.sft.config import SFTConfig
 from meshrl.trainer.config import TrainerConfig
 from meshrl.training.config import CheckpointConfig
 from meshrl.training.model_config import ActivationCheckpointConfig, CompileConfig, TrainerModelConfig
@@ -56,6 +57,58 @@ def test_checkpoints_that_mean_nothing_are_refused(flags: str, capsys: pytest.Ca
     with pytest.raises(SystemExit):
         load_config(TrainerConfig, flags.split(), prog="trainer", environ={})
     assert flags.split()[0].replace("-", "_").removeprefix("__") in capsys.readouterr().err
+
+
+WITHOUT_EFFECT = {
+    "optim.momentum 0.9": "optim.momentum belongs to optim.type muon or sgd, not to adamw; leave it out (keys of",
+    "optim.type sgd, optim.betas2 0.95": "optim.betas2 belongs to optim.type adamw or muon, not to sgd",
+    "optim.type sgd, optim.eps 1e-6": "optim.eps belongs to optim.type adamw or muon",
+    "scheduler.decay_steps 5": "scheduler.decay_steps belongs to scheduler.type linear or cosine or wsd, not to",
+    "scheduler.min_lr 1e-7": "scheduler.min_lr belongs to scheduler.type linear",
+    "ckpt.save_async true": "set ckpt.interval, or leave ckpt.save_async out",
+    "ckpt.weights.save_adapter_separately true": "needs model.lora",
+}
+OF_TRAINER = {
+    "join_rows always": "join_rows is about runs beside the trainer's own, and trainer.max_concurrent_runs is 1",
+    "max_adapters_gib 2": "max_adapters_gib is about runs beside",
+    "max_failed_steps 5": "max_failed_steps is about runs beside",
+    "run_hooks.creation a.b": "run_hooks is about runs beside",
+    "router_replay_over_wan true": "allows trainer.enable_router_replay over slow links; set that as well",
+    "max_concurrent_runs 2, model.lora.rank 8, model.cp 2, join_rows always": "with model.cp or model.tp rows never",
+}
+OF_SFT = {
+    "data.input_ids increasing": "data.input_ids belongs to data.type fake, not to sft; leave it out",
+    "data.length variable": "data.length is for data.type fake and for --bench",
+    "data.stopping_strategy first_exhausted": "data.stopping_strategy is for a mixture",
+    "deployment.type multi_node, deployment.num_train_gpus 2": "deployment.gpus_per_node is what multi_node uses",
+    "deployment.nodes_per_fsdp_group 1": "nodes_per_fsdp_group is for deployment.type 'multi_node'",
+}
+
+
+@pytest.mark.parametrize(
+    ("program", "keys", "message"),
+    [
+        *((program, *case) for program in (TrainerConfig, SFTConfig) for case in WITHOUT_EFFECT.items()),
+        *((TrainerConfig, *case) for case in OF_TRAINER.items()),
+        *((SFTConfig, *case) for case in OF_SFT.items()),
+    ],
+)
+def test_a_key_that_another_leaves_without_effect_is_refused(
+    program: type[TrainerConfig | SFTConfig], keys: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [word for pair in keys.split(", ") for word in f"--{pair}".split()]
+    with pytest.raises(SystemExit):
+        load_config(program, flags, prog="it", environ={})
+    told = capsys.readouterr().err
+    assert message in told
+    assert told.count("\n") == 2, "one problem, and where --help is"
+
+
+def test_keys_have_their_defaults_beside_any_other(tmp_path: Path) -> None:
+    flags = "--optim.type sgd --optim.momentum 0.5 --optim.betas1 0.9 --scheduler.min-lr 0 --ckpt.interval 5"
+    config = load_config(SFTConfig, flags.split(), prog="sft", environ={})
+    dump_toml(config, tmp_path / "sft.toml")  # every key is in the file
+    assert load_config(SFTConfig, ["@", str(tmp_path / "sft.toml")], prog="sft", environ={}) == config
 
 
 def test_a_wrong_mode_is_one_problem(capsys: pytest.CaptureFixture[str]) -> None:

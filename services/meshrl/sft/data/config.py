@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from meshrl.core.config import BaseConfig
+from meshrl.core.config.typed import TypedConfig, changed
 
 
-class DataConfig(BaseConfig):
+class DataConfig(TypedConfig):
     """Conversations to train on."""
+
+    section: ClassVar = "data"
+
+    of_types: ClassVar = {"input_ids": ["fake"]}
 
     type: Literal["sft", "fake"] = "sft"
     """sft: conversations from `name`. fake: made-up tokens of the same shape, to measure or to try settings."""
@@ -62,7 +66,7 @@ class DataConfig(BaseConfig):
     """Processes that tokenize ahead of training. auto: none on a CPU, two for a GPU. Batches do not depend on it."""
 
     length: Literal["fixed", "variable"] = "fixed"
-    """fake: every sample has seq_len tokens, or lengths vary as those of real data do."""
+    """fake, and --bench: every sample has seq_len tokens, or lengths vary as those of real data do."""
 
     input_ids: Literal["increasing", "random"] = "random"
     """fake: tokens of a sample are consecutive numbers, which a model learns, or random."""
@@ -83,6 +87,7 @@ class DataConfig(BaseConfig):
 
     @model_validator(mode="after")
     def _mixture(self) -> Self:
+        self.refuse_foreign()
         if self.subset is not None and self.subsets is not None:
             raise ValueError("data.subset and data.subsets both say which subsets; keep data.subsets")
         counts = {len(each) for each in (self.subsets, self.splits) if each is not None and len(each) > 1}
@@ -93,6 +98,11 @@ class DataConfig(BaseConfig):
             )
         if len(set(self.parts())) < len(self.parts()):
             raise ValueError("data.subsets and data.splits must name each part once; weigh parts by data.probabilities")
+        if len(self.parts()) == 1 and changed(self, ["stopping_strategy"]):
+            raise ValueError(
+                "data.stopping_strategy is for a mixture, and there is one part; name data.subsets or data.splits, or"
+                " leave it out"
+            )
         if self.probabilities is None:
             return self
         if len(self.probabilities) != len(self.parts()):

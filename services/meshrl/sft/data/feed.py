@@ -84,9 +84,6 @@ class Feed:
 
     def _open(self, progress: DataProgress) -> Iterator[SFTBatch]:
         data = self._data
-        doubt = data.doubt()
-        if doubt is not None:
-            logger.warning("{}", doubt)
         if data.type == "fake":
             parts = {"fake": ""}
             drawn = fake_samples(data, progress.next, vocab_size=self._vocab_size)

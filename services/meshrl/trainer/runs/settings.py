@@ -153,7 +153,6 @@ class RunSettings(BaseConfig):
     @property
     def spec(self) -> RunSpec:
         optim, schedule, lora, ckpt = self.optim, self.scheduler, self.lora, self.ckpt
-        of_type = {"adamw": ("beta1", "beta2", "eps"), "sgd": ("momentum",), "muon": ("momentum",)}[optim.type]
         return RunSpec(
             adapter=None
             if lora is None
@@ -167,8 +166,9 @@ class RunSettings(BaseConfig):
             optimizer=OptimizerSpec(
                 max_grad_norm=optim.max_norm or 0.0,
                 **{
-                    name: getattr(optim, _OPTIMIZER[name])
-                    for name in ("type", "learning_rate", "weight_decay", *of_type)
+                    name: getattr(optim, key)
+                    for name, key in _OPTIMIZER.items()
+                    if name != "max_grad_norm" and optim.type in optim.of_types.get(key, [optim.type])
                 },
             ),
             schedule=ScheduleSpec(

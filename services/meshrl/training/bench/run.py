@@ -151,6 +151,8 @@ def run_bench(learner: Learner, run: RunState, config: BenchConfig, *, name: str
     routed = learner.policy.routers.shape if config.balanced_routing else None
     if config.balanced_routing and routed is None:
         raise ValueError("bench.balanced_routing is set, but this model has no experts; leave it out")
+    if config.median_length is not None and config.lengths == "fixed":
+        raise ValueError("bench.median_length is set, but lengths are fixed; set bench.lengths to variable")
     batches = [
         fake_batch(
             config, seq_len=seq_len, vocab_size=vocab_size, dp_size=parallel.plan.dp_size, seed=seed, balanced=routed
