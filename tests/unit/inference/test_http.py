@@ -24,6 +24,15 @@ async def test_bad_input_is_answered_with_what_to_change(body: Any, words: str, 
     assert (status, words in answer["error"]["message"]) == (400, True), answer
 
 
+async def test_a_route_that_is_not_there_is_answered_with_those_that_are(serve: Start) -> None:
+    code, answer = await post(await serve(), "/chat/completions", {})
+    assert (code, answer["error"]["message"]) == (
+        404,
+        "POST /chat/completions: Not Found; this engine serves /v1/chat/completions, /v1/completions, /v1/models and"
+        " /inference/v1/generate",
+    )
+
+
 async def test_a_full_queue_is_429_with_retry_after(serve: Start, start_engine: EngineFactory) -> None:
     engine = await start_engine(num_slots=1, max_queue=0)
     client = await serve(engine)

@@ -40,8 +40,6 @@ LIMITED: dict[str, tuple[list[Any], list[Any]]] = {
     "structured_outputs": ([None], [{"regex": "a"}, {"json": {}}]),
     "functions": ([[]], [[{"name": "f"}]]),
     "function_call": (["auto", "none"], [{"name": "f"}]),
-    "echo": ([False], [True]),
-    "suffix": ([None], ["a"]),
     "add_special_tokens": ([False], [True]),
     "prompt_logprobs": ([None], [1]),
 }
@@ -155,6 +153,11 @@ async def test_on_the_token_route_unknown_and_misplaced_keys_are_refused(serve: 
     for key, value in {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}.items():
         code, answer = await post(client, TOKENS, {"token_ids": [1], "sampling_params": {key: value}})
         assert (code, key in answer["error"]["message"]) == (400, True)
+    extra = {"packed_logprobs": True, "pack_logprobs": True}
+    code, answer = await post(client, TOKENS, {"token_ids": [1], "sampling_params": {"extra_args": extra}})
+    assert (code, answer["error"]["message"]) == (
+        400, "sampling_params: extra_args.pack_logprobs: no such key; did you mean packed_logprobs?",
+    )  # fmt: skip
     code, answer = await post(client, TOKENS, {"token_ids": [1], "temperature": 0.0})
     assert (code, "temperature: belongs into sampling_params" in answer["error"]["message"]) == (400, True)
     assert (await post(client, TOKENS, {"token_ids": [1], "cache_salt": "s", "priority": 1}))[0] == 200

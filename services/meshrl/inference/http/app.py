@@ -24,6 +24,7 @@ from meshrl.inference.http.tokenizer import TextCodec
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.trace import TRACEPARENT, context_from
 
+ROUTES = "; this engine serves /v1/chat/completions, /v1/completions, /v1/models and /inference/v1/generate"
 MAX_BODY_BYTES = 64 * 2**20
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -83,7 +84,8 @@ class InferenceServer:
         except web.HTTPException as error:
             if error.status < 400:
                 raise
-            return _refusal(error.status, f"{request.method} {request.path}: {error.reason}")
+            served = ROUTES if error.status == 404 else ""
+            return _refusal(error.status, f"{request.method} {request.path}: {error.reason}{served}")
         except Exception as error:  # noqa: BLE001 - a defect in a route must not drop the connection without an answer
             return _error_response(as_mesh_error(error, request))
         finally:

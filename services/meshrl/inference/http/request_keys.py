@@ -48,6 +48,8 @@ OTHER_KEYS: Mapping[str, OtherKey] = {
     **_each("return_mm_kwargs", (False,), "this is a text model; leave it out"),
     "prompt_embeds": OtherKey((), "send text or token ids"),
     "verbosity": OtherKey(("medium",), "no chat template reads it; ask for it in the prompt"),
+    "echo": OtherKey((False,), "prompt_logprobs of /inference/v1/generate scores a prompt"),
+    "suffix": OtherKey((), "this engine only goes on from a prompt; put it there"),
     # constraints on what is sampled
     **_each("guided_json guided_regex guided_choice guided_grammar guided_decoding_backend", (), UNCONSTRAINED),
     **_each("guided_whitespace_pattern structural_tag", (), UNCONSTRAINED),

@@ -29,7 +29,7 @@ from meshrl.inference.engine import (
     SamplingParams,
     TokenChunk,
 )
-from meshrl.inference.http.request_keys import UNCONSTRAINED, refusals, unknown
+from meshrl.inference.http.request_keys import UNCONSTRAINED, no_such_key, refusals, unknown
 from meshrl.inference.http.spans import CompletionSpans
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import VersionSpan
@@ -44,6 +44,8 @@ REMOVED_LOGPROB = -9999.0  # what vLLM says for a candidate that top_k, top_p or
 
 MOST_UNKNOWN = 1000
 """That are logged."""
+
+EXTRA_ARGS = ("raw_logprobs", "packed_logprobs")
 
 MAX_COMPLETIONS = 128
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # completions of one request draw from streams far apart
@@ -115,6 +117,8 @@ class SamplingFields(RequestBody):
             found.append(f"response_format is not supported: {UNCONSTRAINED}")
         if self.structured_outputs:
             found.append(f"structured_outputs is not supported: {UNCONSTRAINED}")
+        others = [name for name in self.extra_args or {} if name not in EXTRA_ARGS]
+        found += [f"extra_args.{no_such_key(name, EXTRA_ARGS)}" for name in others]
         if "" in self.stop_strings:
             found.append("stop: an empty text ends every completion before its first token; leave it out")
         most = self.most_tokens

@@ -68,7 +68,6 @@ class ChatBody(_TextBody):
     reasoning_effort: str | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    echo: Literal[False] = False
     add_special_tokens: Literal[False] = False  # the template writes those that it wants
 
     @model_validator(mode="after")
@@ -105,6 +104,4 @@ class CompletionBody(_TextBody):
     prompt: str | list[str] | list[int] | list[list[int]]
     logprobs: int | None = Field(default=None, ge=0, le=MAX_ALTERNATIVES)
     max_tokens: int | None = Field(default=16, ge=1)  # OpenAI's default of this route
-    echo: Literal[False] = False
-    suffix: None = None
     add_special_tokens: bool = True
