@@ -37,6 +37,8 @@ def test_a_service_without_an_orchestrator_says_where_it_is_itself(folder: RunFo
     configure(folder, "rollout", '[server]\nhost = "::1"\nport = 50051\n')
     assert folder.addresses("rollout") == ("[::1]:50051",)
     assert folder.addresses("trainer") == ()
+    (folder.path / "configs/trainer.toml").write_bytes(b"\xff")  # damaged
+    assert folder.addresses("trainer") == ()
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ class RunFolder:
         try:
             found = path.stat()
             return _toml(path, found.st_mtime_ns, found.st_size)
-        except (OSError, tomllib.TOMLDecodeError):  # not this run's: a program that another machine runs
+        except (OSError, ValueError):  # not this run's: a program that another machine runs
             return {}
 
     def addresses(self, service: str) -> tuple[str, ...]:
