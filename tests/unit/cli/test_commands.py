@@ -77,6 +77,8 @@ def test_a_rollout_and_its_trace_are_found_either_way(traced: Path) -> None:
     assert meshrl("trace", "show", "aaaa", "--json", "-o", str(traced)).output == by_rollout.output
     by_trace = json.loads(meshrl("rollouts", "show", "aaaa", "--json", "-o", str(traced)).output)
     assert (by_trace["rollout_id"], by_trace["trace_id"]) == ("5eed", "a" * 32)
+    nothing = meshrl("rollouts", "tail", "--state", "failed", "-o", str(traced)).output
+    assert nothing.split() == ["ROLLOUT", "ENVIRONMENT", "TASK", "STATE", "STEP", "VERSION", "AGO", "REASON"]
     assert "no span of '0ther'" in meshrl("trace", "show", "0ther", "-o", str(traced)).output
     with closing(sqlite3.connect(traced / "ledger.sqlite")) as ledger, ledger:  # as another version writes it
         ledger.execute("ALTER TABLE rollouts DROP COLUMN trace_id")

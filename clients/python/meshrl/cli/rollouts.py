@@ -86,16 +86,15 @@ def tail(
                 since = found[-1]["updated_s"] if found else 0.0
                 time.sleep(FOLLOW_S)
                 news = _read(ledger, f"{_ROW} WHERE {where} AND updated_s > ? ORDER BY updated_s", [*values, since])
-                _show(news, as_json=as_json)
-                found = news or found
+                if news:
+                    _show(news, as_json=as_json)
+                    found = news
 
 
 def _show(found: Sequence[JsonObject], *, as_json: bool) -> None:
     if as_json:
         for row in found:
             click.echo(json.dumps(row))
-        return
-    if not found:
         return
     now_s = time.time()
     rows = [
