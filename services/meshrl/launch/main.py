@@ -64,11 +64,11 @@ def programs(
     parts: Sequence[Part], layout: Layout, credentials: Mapping[str, Mapping[str, str]] | None = None
 ) -> list[Program]:
     """A restarted trainer goes on from this run's newest checkpoint."""
-    began_s = time.time()
+    earlier = checkpoints(layout)
 
     def from_newest_checkpoint() -> list[str]:
-        step = newest_checkpoint(layout.output_dir, since_s=began_s)
-        return [] if step is None else ["--ckpt.resume-step", str(step)]
+        own = checkpoints(layout).items() - earlier.items()
+        return ["--ckpt.resume-step", str(max(own)[0])] if own else []
 
     return [
         Program(
@@ -98,13 +98,14 @@ def guests(layout: Layout, parts: Sequence[Part]) -> list[str]:
     return sorted(folder.name for folder in found if RunFolder(folder).is_running())
 
 
-def newest_checkpoint(output_dir: Path, *, since_s: float) -> int | None:
-    folder = Layout(output_dir).checkpoints
-    for step in reversed(steps_in(folder, "trainer")):
+def checkpoints(layout: Layout) -> dict[int, tuple[int, int]]:
+    """The trainer's, by step, with what tells a folder from one written again, whatever the clock is."""
+    found = {}
+    for step in steps_in(layout.checkpoints, "trainer"):
         with suppress(FileNotFoundError):  # it is cleaned away at this moment
-            if (step_folder(folder, step) / "trainer").stat().st_mtime >= since_s:
-                return step
-    return None
+            written = (step_folder(layout.checkpoints, step) / "trainer").stat()
+            found[step] = (written.st_ino, written.st_mtime_ns)
+    return found
 
 
 def launch(config: RLConfig, start: Start) -> int:

@@ -15,8 +15,8 @@ from meshrl.launch.compose import Part
 from meshrl.launch.config import RLConfig
 from meshrl.launch.main import (
     checked,
+    checkpoints,
     main,
-    newest_checkpoint,
     placed,
     programs,
     temporary_folders,
@@ -173,14 +173,19 @@ def test_what_killed_programs_leave_outside_of_the_folder_is_known(tmp_path: Pat
     assert [folder.name for folder in others] == [spool_name(tmp_path, "127.0.0.1:8001")] * 2
 
 
-def test_a_trainer_goes_on_from_what_this_run_has_written(tmp_path: Path) -> None:
-    assert newest_checkpoint(tmp_path, since_s=0.0) is None
-    for step, age_s in ((9, 100.0), (2, 10.0), (4, 0.0)):
-        folder = tmp_path / "checkpoints" / f"step_{step}" / "trainer"
-        folder.mkdir(parents=True)
-        os.utime(folder, (time.time() - age_s, time.time() - age_s))
-    assert newest_checkpoint(tmp_path, since_s=time.time() - 50.0) == 4
-    assert newest_checkpoint(tmp_path, since_s=0.0) == 9
+def test_a_trainer_goes_on_from_what_this_run_has_written_whatever_the_clock_is(tmp_path: Path) -> None:
+    def resumed(*steps: int, age_s: float = 0.0) -> list[str]:
+        for step in steps:
+            folder = tmp_path / "checkpoints" / f"step_{step}" / "trainer"
+            folder.mkdir(parents=True, exist_ok=True)
+            os.utime(folder, (time.time() - age_s, time.time() - age_s))
+        return [*trainer.resumed()]
+
+    (tmp_path / "checkpoints/step_9/trainer").mkdir(parents=True)  # of an earlier run
+    (trainer,) = [one for one in programs(parts_of(tmp_path), Layout(tmp_path)) if one.name == "trainer"]
+    assert resumed() == []
+    assert resumed(2, 4, age_s=3600.0) == ["--ckpt.resume-step", "4"]  # the clock was set back
+    assert resumed(9) == ["--ckpt.resume-step", "9"]
 
 
 def test_a_checkpoint_without_the_trainers_part_is_none_to_go_on_from(tmp_path: Path) -> None:
@@ -189,4 +194,4 @@ def test_a_checkpoint_without_the_trainers_part_is_none_to_go_on_from(tmp_path: 
     (tmp_path / "checkpoints" / "step_4" / "orchestrator").mkdir(parents=True)
     (tmp_path / "checkpoints" / "step_6").symlink_to("nowhere")  # listed, and not there when it is looked at
     (tmp_path / "checkpoints" / "step_1.deleted" / "trainer").mkdir(parents=True)  # its trainer died deleting it
-    assert newest_checkpoint(tmp_path, since_s=0.0) == 2
+    assert [*checkpoints(Layout(tmp_path))] == [2]
