@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 
@@ -31,11 +32,17 @@ def logprobs_of_a_stream() -> list[list[list[list[float]]]]:
     return [[part.tolist() for part in _from_flat(flat, 3, 2)] for flat in (piece(*PLACES), joined)]
 
 
+def left_to_collect() -> list[int]:
+    """Objects before the fork server's imports and after them, without those that no collection looks at."""
+    counts = [len(gc.get_objects())]
+    import meshrl.inference.vllm.preload  # noqa: F401
+
+    return [*counts, len(gc.get_objects())]
+
+
 def workers_of_a_gpu() -> list[str]:
     """Where an engine's worker class on a GPU has its part for weights from, as vLLM mixes it; no GPU is used."""
     type(current_platform).is_cuda_alike = lambda platform: True
-    import meshrl.inference.vllm.gpu_worker  # noqa: F401  # as the fork server does
-
     found = []
     for given in ({}, {"enable_lora": True}):
         arguments = engine_arguments({"model": "any", "max_num_seqs": 8, **given})
@@ -51,6 +58,7 @@ if __name__ == "__main__":
     found = {
         "scheduler": scheduler_pair.compare(sys.argv[1], 32),
         "stream": logprobs_of_a_stream(),
+        "left": left_to_collect(),
         "workers": workers_of_a_gpu(),  # the last one: it changes vLLM
     }
     print(json.dumps(found))

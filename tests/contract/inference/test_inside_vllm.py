@@ -41,3 +41,8 @@ def test_alternatives_of_joined_pieces_of_a_stream_are_those_of_each_alone(found
 
 def test_engines_of_versions_and_of_adapters_have_a_worker_on_a_gpu(found: Any) -> None:
     assert found["workers"] == 2 * ["WeightsExtension.meshrl_open"]
+
+
+def test_processes_out_of_the_fork_server_collect_nothing_that_it_has_imported(found: Any) -> None:
+    before, after = found["left"]
+    assert after < 10_000 < before

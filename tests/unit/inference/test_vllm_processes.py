@@ -31,7 +31,7 @@ def tell(sender, nested):
 
 if __name__ == "__main__":
     before = processes.imports_ahead()
-    processes.PRELOADED = ("heavy",)
+    processes.PRELOADED = "heavy"
     os.environ["GONE"] = "1"
     processes.import_ahead(torch_threads=3)
     os.environ["LATE"] = os.environ["OMP_NUM_THREADS"]  # set after the fork server began

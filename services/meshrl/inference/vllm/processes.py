@@ -16,13 +16,7 @@ from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
-PRELOADED = (
-    "vllm.v1.engine.core",
-    "vllm.v1.executor.multiproc_executor",
-    "meshrl.inference.main",  # the main module of the program, which each process runs through
-    "meshrl.inference.vllm.whole_completions",
-    "meshrl.inference.vllm.gpu_worker",
-)
+PRELOADED = "meshrl.inference.vllm.preload"
 
 
 class _SameEnvironment(ForkServerProcess):
@@ -60,7 +54,7 @@ def prepare_environment(torch_threads: int | None) -> None:
 def import_ahead(torch_threads: int | None) -> None:
     """Starts the fork server, which imports PRELOADED while this program imports the same."""
     prepare_environment(torch_threads)
-    multiprocessing.set_forkserver_preload(list(PRELOADED))
+    multiprocessing.set_forkserver_preload([PRELOADED])
     forkserver.ensure_running()
 
 
