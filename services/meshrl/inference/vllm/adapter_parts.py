@@ -45,7 +45,8 @@ class AdapterParts:
         self._peft = PEFTHelper.from_local_dir(str(folder), worker_manager.max_position_embeddings)
         self._peft.validate_legal(worker_manager.lora_config)
         packed = self._manager.packed_modules_mapping
-        self._expected = {name for each in self._manager.supported_lora_modules for name in packed.get(each, [each])}
+        ends = {name.rpartition(".")[2] for name in self._manager.modules}
+        self._expected = {name for end in ends for name in packed.get(end, [end])}
         self._whole: Any = None  # vLLM's LoRAModel
         self._filled: set[str] = set()
         if len(self._manager._active_adapters) >= self._manager.lora_slots:

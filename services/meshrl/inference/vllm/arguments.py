@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING
 
 import torch
 from loguru import logger
+from torch import nn
+from transformers import PreTrainedModel
 
 from meshrl.core.config.shared import ModelConfig
 from meshrl.inference.engine import MAX_ALTERNATIVES
 from meshrl.inference.sizing import CPU_SLOTS, GIB, engine_size, fits, graph_sizes, shape_of
 from meshrl.inference.vllm.installed import VllmError, check_supported, require
+from meshrl.models.experts import expert_layers
 from meshrl.models.load import empty_model
 from meshrl.wire.values import JsonObject
 
@@ -110,6 +113,19 @@ def automatic(model_config: ModelConfig, given: JsonObject, *, versions: bool) -
     listed = ", ".join(f"{key} = {value}" for key, value in chosen.items() if key not in given)
     logger.info("chosen for this GPU and model: {} ({}); set them to have others", listed, size.reason)
     return chosen
+
+
+def layers_beside_experts(model: PreTrainedModel) -> list[str] | None:
+    """Names of the layers outside a mixture's experts; None for a model without experts.
+
+    vLLM computes an adapter in every layer that could have one, whether it does or not. In the experts of 30B-A3B that
+    is most of a step, and adapters of experts are refused here anyway (`AdapterStore`).
+    """
+    within = {part for experts in expert_layers(model, model.config) for part in experts.module.modules()}
+    if not within:
+        return None
+    linear = (name for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and layer not in within)
+    return sorted({name.rpartition(".")[2] for name in linear} - {"lm_head"})
 
 
 def _graphs(given: JsonObject) -> dict[str, list[int]]:

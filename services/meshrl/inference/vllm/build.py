@@ -19,7 +19,7 @@ from meshrl.core.heap import loading
 from meshrl.core.telemetry.start import Phase, Start
 from meshrl.inference.compiled import bring, folder_of, share
 from meshrl.inference.config import InferenceConfig
-from meshrl.inference.vllm.arguments import automatic, engine_arguments, engine_config
+from meshrl.inference.vllm.arguments import automatic, engine_arguments, engine_config, layers_beside_experts
 from meshrl.inference.vllm.installed import VllmError, compiled_by, inspect_models_here, replace, start_processes_by
 from meshrl.inference.vllm.processes import ForkServer, imports_ahead, prepare_environment
 from meshrl.models.families import positions_grow_beyond
@@ -122,6 +122,9 @@ def _vllm_config(config: InferenceConfig, *, headless: bool = False) -> VllmConf
     given = {"seed": secrets.randbelow(2**31), **arguments}
     if given["dtype"] == "auto":  # vLLM's own rule is not the trainer's
         given["dtype"] = str(resolve_dtype(model)).removeprefix("torch.")
+    if given.get("enable_lora"):
+        layers = layers_beside_experts(empty_model(model, dtype=torch.bfloat16))
+        given = {"lora_target_modules": layers, **given}
     chosen = {**automatic(model, given, versions=config.takes_whole_versions), **given}
     inspect_models_here()
     if imports_ahead():

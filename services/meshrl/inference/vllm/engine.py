@@ -61,6 +61,7 @@ OPEN_DEADLINE_S = 1800.0  # a checkpoint may be read once more
 STAGE_DEADLINE_S = 600.0
 RECEIVE_STALL_S = 30.0
 SLEEP_DEADLINE_S = 180.0
+LOADING_SHARE = 0.1  # of the engine's time, while an adapter is loaded between its steps
 LEAST_TEMPERATURE = 0.01  # vLLM raises any lower one but 0 to it
 
 
@@ -338,10 +339,16 @@ class VllmEngine(Engine):
         began_s = time.monotonic()
         parts = await asyncio.to_thread(parts_of, Path(request.lora_path))
         await self._calls.rpc("meshrl_open_adapter", request.lora_int_id, request.lora_path)
-        took_s = [
-            await self._calls.rpc("meshrl_load_adapter", request.lora_int_id, part, number == len(parts))
-            for number, part in enumerate(parts, 1)
-        ]
+        took_s: list[float] = []
+        loaded, at_once = 0, 1
+        while loaded < len(parts):
+            called_s = time.monotonic()
+            some = parts[loaded : loaded + at_once]
+            loaded += len(some)
+            tensors = [tensor for part in some for tensor in part]
+            took_s += [await self._calls.rpc("meshrl_load_adapter", request.lora_int_id, tensors, loaded == len(parts))]
+            # The engine makes a step between two calls, of 0.2 s for a mixture that fills its GPU.
+            at_once = max(1, int(len(some) * LOADING_SHARE * (time.monotonic() - called_s) / took_s[-1]))
         logger.info(
             "adapter {} is loaded, {} parts between steps in {:.2f} s, of {:.1f} ms at most",
             request.lora_name, len(parts), time.monotonic() - began_s, 1e3 * max(took_s),
