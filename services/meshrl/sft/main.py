@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from typing import TYPE_CHECKING
@@ -15,7 +14,6 @@ from meshrl.core.telemetry.log_folder import BEGUN, begin_attempt
 from meshrl.prime_rl import PrimeRLKeys
 from meshrl.sft.config import SFTConfig, TextSettings
 from meshrl.sft.data.config import DataConfig
-from meshrl.training.bench.config import BenchConfig
 from meshrl.training.parallel.deployment import is_rank
 from meshrl.training.parallel.rank_main import rank_main
 
@@ -27,7 +25,6 @@ def main() -> None:
     rank_main(
         "sft",
         lambda: load_config(SFTConfig, prog="sft", instead=submit_sft, spellings=PrimeRLKeys(SFTConfig, "sft")),
-        run_bench=_run_bench,
         prepare=_prepare,
     )
 
@@ -105,25 +102,6 @@ def _first_rows(text: TextSettings, data: DataConfig, *, show: int, validated: D
         return check_data(text, data, show=show, validated=validated)
     except (DataError, ModelError, OSError) as error:
         raise ConfigError(str(error)) from error
-
-
-def _run_bench(config: SFTConfig, bench: BenchConfig) -> None:
-    """Made-up samples of the shape of `data`; keys of [bench] win."""
-    from meshrl.algorithms.losses import cross_entropy_loss  # the same
-    from meshrl.algorithms.objective import Objective
-    from meshrl.training.bench.run import bench_program
-
-    def objective() -> Objective:
-        return Objective(loss=cross_entropy_loss)
-
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    of_data = {
-        "rows": math.ceil(config.data.batch_size / ranks),
-        "micro_batch_size": config.data.micro_batch_size,
-        "lengths": config.data.length,
-    }
-    shape = {key: value for key, value in of_data.items() if key not in bench.model_fields_set}
-    bench_program(config, bench.model_copy(update=shape), objective=objective, seq_len=config.data.seq_len)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from meshrl.sft.data.feed import Feed
 from meshrl.sft.data.rendering import load_sft_tokenizer
 from meshrl.sft.extras import Extras
 from meshrl.sft.loop import SFTLoop
+from meshrl.training.bench.run import bench_program
 from meshrl.training.checkpoints.checkpointer import CheckpointError
 from meshrl.training.learner import StepError, UpdateError
 from meshrl.training.parallel.rank_group import RankGroup
@@ -37,6 +38,10 @@ from meshrl.training.start import join_group, load_run, open_checkpoints
 
 def run_rank(config: SFTConfig, rank: int) -> None:
     disable_progress_bar()  # a log has no use for it
+    if config.bench is not None:
+        bench = config.data.shape_of(config.bench, ranks=int(os.environ.get("WORLD_SIZE", "1")))
+        bench_program(config, bench, objective=_objective, seq_len=config.data.seq_len)
+        return
     code = 0
     try:
         raise_open_file_limit()
@@ -61,6 +66,10 @@ def run_rank(config: SFTConfig, rank: int) -> None:
     leave(code)
 
 
+def _objective() -> Objective:
+    return Objective(loss=cross_entropy_loss)
+
+
 def train(config: SFTConfig, signals: Sequence[str], parallel: RankGroup) -> None:
     """`signals` end it early. Raises ModelError, DataError, CheckpointError, StepError or UpdateError."""
     layout = Layout(config.output_dir)
@@ -76,7 +85,7 @@ def train(config: SFTConfig, signals: Sequence[str], parallel: RankGroup) -> Non
         learner, run, _ = load_run(
             config,
             parallel,
-            Objective(loss=cross_entropy_loss),
+            _objective(),
             row_tokens=config.data.row_tokens,
             seq_len=config.data.seq_len,
         )

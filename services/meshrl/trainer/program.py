@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ from meshrl.trainer.build import build_parts, min_shared_prefix, replayed_shape
 from meshrl.trainer.config import TrainerConfig
 from meshrl.trainer.loop import Joining, TrainerLoop
 from meshrl.trainer.loss_config import CONSTANTS
+from meshrl.trainer.objectives import build_objective
 from meshrl.trainer.opening import RunOpener
 from meshrl.trainer.publishing.build import PublishOptions, decide
 from meshrl.trainer.publishing.publisher import next_epoch
@@ -41,6 +43,7 @@ from meshrl.trainer.runs.quotas import Quotas
 from meshrl.trainer.runs.steps import StepBook
 from meshrl.trainer.runs.table import RunTable
 from meshrl.trainer.service import TrainerServicer, max_message_bytes
+from meshrl.training.bench.run import bench_program
 from meshrl.training.checkpoints.checkpointer import CheckpointError
 from meshrl.training.learner import Learner, UpdateError
 from meshrl.training.memory_estimate import available_bytes
@@ -54,6 +57,10 @@ DRAIN_GRACE_S = 5.0
 
 def run_rank(config: TrainerConfig, rank: int) -> None:
     disable_progress_bar()  # a log has no use for it
+    if config.bench is not None:
+        objective = partial(build_objective, config.loss)
+        bench_program(config, config.bench, objective=objective, seq_len=config.seq_len)
+        return
     if rank == 0:
         leave(run_traced("trainer", config, as_member(Role.PUBLISHER, serve)))
     code = 0

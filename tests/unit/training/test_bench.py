@@ -50,3 +50,5 @@ def test_balanced_routers_send_each_expert_as_many_tokens_and_are_named(tmp_path
     assert "routers balanced by bench.balanced_routing" in balanced.table()
     with pytest.raises(ValueError, match=r"bench\.balanced_routing is set, but this model has no experts"):
         report(tmp_path, BenchConfig(num_layers=1, balanced_routing=True), dense=True)
+    with pytest.raises(ValueError, match=r"bench\.median_length is set, but lengths are fixed"):
+        report(tmp_path, BenchConfig(num_layers=1, median_length=16), dense=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from meshrl.core.config.typed import TypedConfig, changed
+from meshrl.training.bench.config import BenchConfig
 
 
 class DataConfig(TypedConfig):
@@ -75,6 +77,15 @@ class DataConfig(TypedConfig):
     def row_tokens(self) -> int:
         """Most tokens of a packed row."""
         return self.seq_len * self.micro_batch_size
+
+    def shape_of(self, bench: BenchConfig, *, ranks: int) -> BenchConfig:
+        """The benchmark over rows of this shape, but for its own keys."""
+        own = {
+            "rows": math.ceil(self.batch_size / ranks),
+            "micro_batch_size": self.micro_batch_size,
+            "lengths": self.length,
+        }
+        return bench.model_copy(update={key: value for key, value in own.items() if key not in bench.model_fields_set})
 
     def parts(self) -> list[tuple[str | None, str]]:
         subsets: list[str | None] = [*self.subsets] if self.subsets else [self.subset]

@@ -14,7 +14,6 @@ from meshrl.core.paths import Layout
 from meshrl.core.program import GROUP_LOG, keep_private, log_as, run_log
 from meshrl.core.telemetry.logs import setup_logging
 from meshrl.core.torch_environment import grow_segments, wait_briefly
-from meshrl.training.bench.config import BenchConfig
 from meshrl.training.config import TrainingConfig
 from meshrl.training.parallel.deployment import is_rank, own_rank
 
@@ -25,13 +24,12 @@ def rank_main(
     name: str,
     load: Callable[[], ConfigT],
     *,
-    run_bench: Callable[[ConfigT, BenchConfig], None],
     prepare: Callable[[ConfigT], None] = lambda config: None,
 ) -> None:
     """Runs `meshrl.<name>.main`, and ends the process with its exit code.
 
     `prepare` is called once for a group, before anything is written. A rank is `run_rank(config, rank)` of
-    `meshrl.<name>.program`, imported only here, since an agent needs none of it; so `run_bench` imports on its call.
+    `meshrl.<name>.program`, imported only here, since an agent needs none of it.
     """
     end_with_agent(os.environ)
     wait_briefly(os.environ)
@@ -51,9 +49,6 @@ def rank_main(
         sys.exit(run_ranks(f"meshrl.{name}.main", name, config.deployment, layout, os.environ))
     rank = own_rank(os.environ)
     log_as(f"{name}:{rank}" if rank else name, config, to_file=rank == 0)
-    if config.bench is not None:
-        run_bench(config, config.bench)
-        return
     with loading():
         program = importlib.import_module(f"meshrl.{name}.program")
     program.run_rank(config, rank)
