@@ -33,7 +33,6 @@ from meshrl.training.build import build_learner
 from meshrl.training.config import OptimConfig, SchedulerConfig
 from meshrl.training.model_config import LoraConfig, TrainerModelConfig
 from meshrl.training.parallel.rank_group import RankGroup
-from meshrl.training.run_state import RunState
 
 SHAPES = Path(__file__).parent / "shapes"
 
@@ -106,8 +105,7 @@ def train(folder: Path, *, seq_len: int, rows: int, rank: int, steps: int) -> No
     learner = build_learner(config, parallel=parallel, max_logits_bytes=logits_bytes)
     peak.stop()
     seconds = time.perf_counter() - began
-    run = RunState.of(
-        learner.model,
+    run = learner.new_run(
         objective=Objective(loss=cross_entropy_loss),
         optim=optim,
         scheduler=SchedulerConfig(),

@@ -44,7 +44,6 @@ def build(model: str, group: RankGroup, kind: str = "adamw", **settings: Any) ->
         build_learner(config, parallel=group),
         Objective(loss=cross_entropy_loss),
         OptimConfig.model_validate({"type": kind, "lr": 1e-2 if kind == "sgd" else 1e-3}),
-        optim_cpu_offload=config.optim_cpu_offload,
     )
 
 

@@ -152,7 +152,6 @@ def losses(model: str, group: RankGroup, settings: dict[str, object]) -> list[fl
         build_learner(config, parallel=group),
         Objective(loss=cross_entropy_loss),
         OptimConfig(lr=1e-3),
-        optim_cpu_offload=config.optim_cpu_offload,
     )
     found = [trained.step(batch()).loss for _ in range(4)]
     assert {parameter.dtype for parameter in trained.model.parameters()} == {torch.float32}
@@ -190,7 +189,6 @@ def test_rows_of_any_number_of_samples_need_no_new_graphs(group: RankGroup, mode
         build_learner(config, parallel=group),
         Objective(loss=cross_entropy_loss),
         OptimConfig(lr=1e-3),
-        optim_cpu_offload=config.optim_cpu_offload,
     )
     numbers = []
     for seed, median_length in enumerate((100, 200, 300, 500, 900, 1500) * 2):

@@ -47,7 +47,6 @@ def build(
         optim=OptimConfig(**{"lr": 1e-3, **(optim or {})}),
         scheduler=SchedulerConfig(type="cosine", warmup_steps=5),
         max_steps=MAX_STEPS,
-        optim_cpu_offload=config.optim_cpu_offload,
     )
 
 

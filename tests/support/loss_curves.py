@@ -90,7 +90,6 @@ def curve(settings: dict[str, Any], model: str, steps: int) -> dict[str, Any]:
         build_learner(config, parallel=parallel, max_logits_bytes=logits_bytes),
         Objective(loss=partial(dppo_kl_loss, mask_low=0.2, mask_high=0.2, adv_tau=1.0, kl_tau=1e-3)),
         optim,
-        optim_cpu_offload=config.optim_cpu_offload,
     )
     vocab_size = int(trained.model.config.vocab_size)
     results = []

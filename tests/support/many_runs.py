@@ -48,7 +48,6 @@ from meshrl.training.learner import Learner
 from meshrl.training.model_config import LoraConfig, TrainerModelConfig
 from meshrl.training.optim import Optimizer
 from meshrl.training.parallel.rank_group import RankGroup
-from meshrl.training.run_state import RunState
 from meshrl.versions.progress import Progress
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Batch, StepState
@@ -108,8 +107,7 @@ def load(model: str, parallel: RankGroup | None = None) -> Learner:
 
 def own_run(learner: Learner, output_dir: Path) -> RankRun:
     own = settings("main")
-    state = RunState.of(
-        learner.model,
+    state = learner.new_run(
         objective=build_objective(own.loss),
         optim=own.optim,
         scheduler=own.scheduler,

@@ -31,17 +31,9 @@ class Trained(NamedTuple):
         scheduler: SchedulerConfig | None = None,
         *,
         max_steps: int | None = None,
-        optim_cpu_offload: bool = False,
     ) -> Trained:
-        run = RunState.of(
-            learner.model,
-            objective=objective,
-            optim=optim,
-            scheduler=scheduler or SchedulerConfig(),
-            max_steps=max_steps,
-            optim_cpu_offload=optim_cpu_offload,
-        )
-        return cls(learner, run)
+        scheduler = scheduler or SchedulerConfig()
+        return cls(learner, learner.new_run(objective=objective, optim=optim, scheduler=scheduler, max_steps=max_steps))
 
     @property
     def model(self) -> PreTrainedModel:

@@ -47,7 +47,6 @@ from meshrl.training.bench.run import bench_program
 from meshrl.training.checkpoints.checkpointer import CheckpointError
 from meshrl.training.learner import Learner, UpdateError
 from meshrl.training.memory_estimate import available_bytes
-from meshrl.training.model_config import TrainerModelConfig
 from meshrl.v1.trainer_pb2_grpc import add_TrainerServiceServicer_to_server
 from meshrl.wire.types import TrainerInfo
 
@@ -71,7 +70,7 @@ def run_rank(config: TrainerConfig, rank: int) -> None:
         RankWorker(  # until rank 0 sends StopCommand
             parts.learner,
             parts.own,
-            maker=run_maker(parts.learner, config.model, config.output_dir, config.run_hooks),
+            maker=run_maker(parts.learner, config.model.name, config.output_dir, config.run_hooks),
             publish_dtype=parts.compute_dtype,
             release=parts.release,
         ).run()
@@ -150,7 +149,7 @@ async def serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer
                 waits=waits,
                 on_end=parts.leave,
             )
-            maker, discovering = run_maker(learner, config.model, config.output_dir, config.run_hooks), None
+            maker, discovering = run_maker(learner, config.model.name, config.output_dir, config.run_hooks), None
             if config.max_concurrent_runs > 1:
                 servicer.host = RunHost(
                     table,
@@ -195,13 +194,13 @@ async def serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer
     return 0
 
 
-def run_maker(learner: Learner, model: TrainerModelConfig, output_dir: Path, hooks: RunHooksConfig) -> RunMaker:
+def run_maker(learner: Learner, base_name: str, output_dir: Path, hooks: RunHooksConfig) -> RunMaker:
     """Raises ConfigError for hooks that cannot be called."""
     try:
         loaded = RunHooks(hooks)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    return RunMaker(learner, output_dir, base_name=model.name, optim_cpu_offload=model.optim_cpu_offload, hooks=loaded)
+    return RunMaker(learner, output_dir, base_name=base_name, hooks=loaded)
 
 
 def joining(join_rows: str, seq_len: int, device: torch.device) -> Joining | None:

@@ -98,6 +98,7 @@ def build_learner(
         passes,
         pass_tokens=config.pass_tokens if isinstance(config.pass_tokens, int) else None,
         partial=[model.get_parameter(name) for name in partial],
+        optim_cpu_offload=config.optim_cpu_offload,
     )
 
 

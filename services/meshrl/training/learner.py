@@ -20,8 +20,8 @@ from loguru import logger
 from numpy.typing import NDArray
 from torch import nn
 
-from meshrl.algorithms.objective import BatchCounts, RowLoss, RowTokens, count, objective_loss
-from meshrl.models.adapters import JoinedSets
+from meshrl.algorithms.objective import BatchCounts, Objective, RowLoss, RowTokens, count, objective_loss
+from meshrl.models.adapters import JoinedSets, mounted_set
 from meshrl.models.attention import Kernels, PackedLayout
 from meshrl.models.expert_lora import ExpertAdapter
 from meshrl.models.families import positions_grow_beyond
@@ -29,8 +29,9 @@ from meshrl.models.kernels.fused_attention import upload
 from meshrl.models.logprobs import PackedPolicy, PackedRow
 from meshrl.models.shared_prefix import PrefixPlan
 from meshrl.training.checkpoints.random_state import random_state, restore_random_state
+from meshrl.training.config import OptimConfig, SchedulerConfig
 from meshrl.training.joined_rows import join_rows, joined_row
-from meshrl.training.optim import clip_gradients, gradient_zeros
+from meshrl.training.optim import build_optimizer, clip_gradients, gradient_zeros
 from meshrl.training.parallel.fsdp import StepPasses, reshard
 from meshrl.training.parallel.rank_group import RankGroup
 from meshrl.training.parallel.tensor import settle_gradients
@@ -98,9 +99,11 @@ class Learner:
         *,
         pass_tokens: int | None = None,
         partial: Sequence[nn.Parameter] = (),
+        optim_cpu_offload: bool = False,
     ) -> None:
         """`passes` are those of a sharded policy; `partial` are those that `divide_layers` named. Rows of up to
-        `pass_tokens` go through together; None: each by itself."""
+        `pass_tokens` go through together; None: each by itself. `optim_cpu_offload`: runs keep their optimizer's state
+        in the host's memory."""
         self.policy = policy
         self._passes = passes
         self.model = policy.model
@@ -110,6 +113,7 @@ class Learner:
         self._unseen_named = False
         self._run: RunState | None = None
         self._partial = partial
+        self._optim_cpu_offload = optim_cpu_offload
         config, plan = self.model.config.get_text_config(), self.parallel.plan
         joins = policy.packed and positions_grow_beyond(config) is None  # each token is at one place of one row
         self._pass_tokens = pass_tokens if joins else None
@@ -121,6 +125,27 @@ class Learner:
             and not any(isinstance(module, nn.Dropout) and module.p for module in self.model.modules())
         )
         policy.train()
+
+    def new_run(
+        self,
+        *,
+        objective: Objective,
+        optim: OptimConfig,
+        scheduler: SchedulerConfig,
+        max_steps: int | None,
+        run_id: str = "main",
+    ) -> RunState:
+        """At step 0, over the mounted set or else the model's trainable parameters. Raises ValueError without any."""
+        return RunState(
+            run_id=run_id,
+            parameters=[parameter for parameter in self.model.parameters() if parameter.requires_grad],
+            optimizer=build_optimizer(self.model, optim, cpu_offload=self._optim_cpu_offload),
+            objective=objective,
+            optim=optim,
+            scheduler=scheduler,
+            max_steps=max_steps,
+            adapters=mounted_set(self.model),
+        )
 
     def take_up(self, run: RunState) -> None:
         """Goes on with the run: mounts its adapters and its random state. Comes before all work on a run's weights."""

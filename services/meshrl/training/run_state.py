@@ -12,13 +12,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
-from transformers import PreTrainedModel
 
 from meshrl.algorithms.objective import Objective
-from meshrl.models.adapters import AdapterSet, mounted_set
+from meshrl.models.adapters import AdapterSet
 from meshrl.training.config import OptimConfig, SchedulerConfig
 from meshrl.training.lr_schedule import learning_rate
-from meshrl.training.optim import Optimizer, build_optimizer
+from meshrl.training.optim import Optimizer
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -65,30 +64,6 @@ class RunState:
     random_state: Mapping[str, torch.Tensor] | None = None  # where the run draws on, while another is taken up
     step_done: int = 0
     passes: list[PassResult] = field(default_factory=list)  # since the last step
-
-    @classmethod
-    def of(
-        cls,
-        model: PreTrainedModel,
-        *,
-        objective: Objective,
-        optim: OptimConfig,
-        scheduler: SchedulerConfig,
-        max_steps: int | None,
-        run_id: str = "main",
-        optim_cpu_offload: bool = False,
-    ) -> RunState:
-        """At step 0, over the mounted set or else the model's trainable parameters. Raises ValueError without any."""
-        return cls(
-            run_id=run_id,
-            parameters=[parameter for parameter in model.parameters() if parameter.requires_grad],
-            optimizer=build_optimizer(model, optim, cpu_offload=optim_cpu_offload),
-            objective=objective,
-            optim=optim,
-            scheduler=scheduler,
-            max_steps=max_steps,
-            adapters=mounted_set(model),
-        )
 
     @property
     def next_step(self) -> int:

@@ -63,14 +63,12 @@ def load_run(
         max_logits_bytes=logits_bytes,
         random_weights=random_weights,
     )
-    run = RunState.of(
-        learner.model,
+    run = learner.new_run(
         run_id=run_id,
         objective=objective,
         optim=config.optim,
         scheduler=config.scheduler,
         max_steps=config.max_steps,
-        optim_cpu_offload=model.optim_cpu_offload,
     )
     return learner, run, model
 

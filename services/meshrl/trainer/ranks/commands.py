@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, get_args
 
 from pydantic import TypeAdapter
 from pydantic_core import from_json, to_json
@@ -92,13 +92,7 @@ WorkCommand = (
 )
 Command = WorkCommand | HeartbeatCommand | StopCommand
 
-_KINDS: dict[str, type[Command]] = {
-    kind.__name__: kind
-    for kind in (
-        CreateCommand, DeleteCommand, PublishSetupCommand, TrainCommand, PassCommand, SnapshotCommand, SaveCommand,
-        HeartbeatCommand, StopCommand,
-    )
-}  # fmt: skip
+_KINDS: dict[str, type[Command]] = {kind.__name__: kind for kind in get_args(Command)}
 
 
 def encode(command: Command) -> bytes:

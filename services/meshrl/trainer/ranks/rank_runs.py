@@ -34,19 +34,10 @@ class RankRun:
 class RunMaker:
     """Makes added runs, on every rank alike."""
 
-    def __init__(
-        self,
-        learner: Learner,
-        output_dir: Path,
-        *,
-        base_name: str,
-        optim_cpu_offload: bool = False,
-        hooks: RunHooks | None = None,
-    ) -> None:
+    def __init__(self, learner: Learner, output_dir: Path, *, base_name: str, hooks: RunHooks | None = None) -> None:
         """`base_name` is the model as the adapters' files name it."""
         self.hooks = hooks or RunHooks()
         self.learner, self.output_dir, self._base_name = learner, output_dir, base_name
-        self._optim_cpu_offload = optim_cpu_offload
 
     @property
     def runs_folder(self) -> Path:
@@ -85,14 +76,12 @@ class RunMaker:
         try:
             add_set(learner.model, settings.lora, seed=settings.adapter_seed, device=learner.device)
             seed_rank(settings.seed, 0, learner.parallel.plan)
-            state = RunState.of(
-                learner.model,
+            state = learner.new_run(
                 run_id=run_id,
                 objective=build_objective(settings.loss),
                 optim=settings.optim,
                 scheduler=settings.scheduler,
                 max_steps=settings.max_steps,
-                optim_cpu_offload=self._optim_cpu_offload,
             )
             learner.take_up(state)
         except (ValueError, RuntimeError) as error:  # torch.OutOfMemoryError is one
