@@ -19,6 +19,7 @@ from meshrl.client.trust import Role
 from meshrl.core.config import ConfigError
 from meshrl.core.credentials.identity import as_member
 from meshrl.core.heap import freeze_loaded
+from meshrl.core.paths import Layout
 from meshrl.core.program import exit_code_of, leave, run_traced, say_ready
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.core.telemetry.start import start_of
@@ -96,7 +97,7 @@ async def serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer
             max_queued=config.max_queued_batches,
             max_steps=config.max_steps,
             history_events=config.history_events,
-            checkpoints=config.output_dir / "checkpoints",
+            checkpoints=Layout(config.output_dir).checkpoints,
         )
         table = RunTable(book, held=True, complete=config.max_concurrent_runs == 1)
         learner, plan = parts.learner, parts.parallel.plan

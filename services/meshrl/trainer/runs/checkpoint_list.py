@@ -9,13 +9,13 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from meshrl.training.checkpoints.checkpointer import PART
 from meshrl.wire.errors import MeshError
 from meshrl.wire.saved_steps import step_folder, steps_in
 from meshrl.wire.types import Checkpoint, CheckpointState
 
 KEPT = 256
 COARSE_S = 0.05  # a file's time may lie so far before the clock's
-PART = "trainer"  # folder of a checkpoint that the trainer resumes from
 
 
 class CheckpointList:

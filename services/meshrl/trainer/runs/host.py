@@ -19,6 +19,7 @@ from pydantic import BaseModel
 
 from meshrl.core.config import ConfigError
 from meshrl.core.durable import write_file
+from meshrl.core.paths import Layout
 from meshrl.trainer.loop import TrainerLoop
 from meshrl.trainer.opening import OpenRun
 from meshrl.trainer.publishing.publisher import next_epoch
@@ -27,6 +28,7 @@ from meshrl.trainer.ranks.rank_runs import RankRun, RunMaker
 from meshrl.trainer.runs.settings import RunSettings, StartFrom
 from meshrl.trainer.runs.steps import StepBook, TrainingQueue
 from meshrl.trainer.runs.table import RunTable
+from meshrl.training.checkpoints.checkpointer import PART
 from meshrl.training.model_config import LoraConfig
 from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
 from meshrl.wire.saved_steps import steps_in
@@ -110,7 +112,8 @@ class RunHost:
         of_own = source == self._own.state.run_id
         settings = self.own_settings if of_own else None if added is None else added.row.settings
         folder = self._maker.output_dir if of_own else self._maker.folder(source, settings)
-        steps = steps_in(folder / "checkpoints", "trainer")
+        checkpoints = Layout(folder).checkpoints
+        steps = steps_in(checkpoints, PART)
         step = point.step if point.step is not None else max(steps, default=None)
         if source == run_id and step == max(steps, default=None):
             return None
@@ -124,7 +127,7 @@ class RunHost:
                 run_id=source,
                 step=step,
                 with_optimizer=point.with_optimizer,
-                checkpoints=str((folder / "checkpoints").absolute()),
+                checkpoints=str(checkpoints.absolute()),
             )
             return start, None if settings is None else settings.lora
         raise invalid([FieldViolation("spec.start_from", problem)], "the new run")
@@ -282,7 +285,7 @@ class RunHost:
             max_queued=settings.max_queued_batches,
             max_steps=settings.max_steps,
             history_events=self._history_events,
-            checkpoints=self._maker.folder(run_id, settings) / "checkpoints",
+            checkpoints=Layout(self._maker.folder(run_id, settings)).checkpoints,
             spec=settings.spec,
             create_time=row.create_time,
             adapter_bytes=needed,

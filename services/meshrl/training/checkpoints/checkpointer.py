@@ -30,6 +30,7 @@ from transformers import PreTrainedTokenizerBase
 
 from meshrl.core.config.shared import ModelConfig
 from meshrl.core.durable import flush, flush_tree
+from meshrl.core.paths import Layout
 from meshrl.models.lora import adapter_config, adapter_state, save_adapter
 from meshrl.models.state import gather_state
 from meshrl.training.checkpoints import files, train_state
@@ -95,8 +96,8 @@ class Checkpointer:
         self.progress = TrainingProgress()
         self._learner = learner
         self._run = run
-        self._checkpoints = output_dir / "checkpoints"
-        self._weights = output_dir / "weights"
+        layout = Layout(output_dir)
+        self._checkpoints, self._weights = layout.checkpoints, layout.weights
         self._seed = seed
         self._snapshot_dtype = snapshot_dtype
         self._adapters, self._merges = adapters_of is not None, merges
