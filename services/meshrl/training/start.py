@@ -77,7 +77,7 @@ def open_checkpoints(
     config: TrainingConfig, learner: Learner, run: RunState, tokenizer: PreTrainedTokenizerBase | None
 ) -> Checkpointer:
     """The run's checkpointer, with the run where `ckpt.resume_step` has it. Collective. Raises CheckpointError."""
-    separate = config.ckpt is not None and config.ckpt.weights.save_adapter_separately and config.model.lora is not None
+    separate = config.ckpt is not None and config.ckpt.weights.save_adapter_separately
     checkpointer = Checkpointer(
         learner,
         run,

@@ -84,10 +84,6 @@ def test_adapters_are_merged_and_also_written_on_their_own(model: str, tmp_path:
     kit.assert_same(gather_state(loaded), gather_state(trained.model))
     _, adapters = peft.read_folder(folder / "lora_adapters")
     kit.assert_same(adapters, peft_state(adapter_state(trained.model)))
-    whole, dense = tmp_path / "whole", kit.build(model)
-    config = TrainingConfig(model=kit.model_config(model, {}), ckpt=ckpt, output_dir=whole)
-    folder = open_checkpoints(config, dense.learner, dense.run, None).save(weights_only=True)
-    assert not (folder / "lora_adapters").exists()
 
 
 def test_a_big_snapshot_is_split_into_files(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
