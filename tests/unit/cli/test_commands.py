@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import re
+import socket
 import sqlite3
 import time
 import tomllib
@@ -499,6 +500,19 @@ def test_the_doctor_names_a_ledger_that_cannot_be_read(tmp_path: Path) -> None:
     (ledger,) = [finding for finding in json.loads(result.output) if finding["what"] == "ledger"]
     assert (ledger["state"], ledger["found"]) == ("fail", "ledger.sqlite cannot be read: file is not a database")
     assert result.exit_code == 1
+
+
+def test_the_doctor_names_programs_that_were_killed_with_their_rl(tmp_path: Path) -> None:
+    (tmp_path / "state").mkdir()
+    killed = ProgramState(program="trainer", host=socket.gethostname(), pid=2**22 + 1, at_s=time.time() - 60.0)
+    (tmp_path / "state/trainer.json").write_text(killed.to_json())
+    (run,) = [
+        finding
+        for finding in json.loads(meshrl("doctor", "--json", "-o", str(tmp_path)).output)
+        if finding["what"] == "run"
+    ]
+    assert run["state"] == "warn"
+    assert "it ended by: trainer is gone: process 4194305 ended 60 s ago without saying so" in run["found"]
 
 
 def test_the_doctor_takes_the_pythons_that_the_distribution_takes(

@@ -13,6 +13,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
@@ -30,6 +31,7 @@ from meshrl.diagnosis.history import RunSeries
 from meshrl.diagnosis.outcome import slower_half
 from meshrl.machine.fitness import Diagnosis, open_files, room_of
 from meshrl.machine.memory import machine_memory
+from meshrl.wire.program_state import run_line
 
 if TYPE_CHECKING:
     from meshrl.client import ChannelOptions
@@ -149,8 +151,8 @@ def _services(folder: RunFolder) -> Iterator[Diagnosis]:
         remedy = "move it and the files ledger.sqlite-* away, and start the run again from a checkpoint"
         yield Diagnosis(what="ledger", state="fail", found=f"ledger.sqlite cannot be read: {trouble}", remedy=remedy)
     if not folder.is_running():
-        found, ended_by = f"none is running in {folder.path}", folder.why_it_ended()
-        if ended_by:
+        found = f"none is running in {folder.path}"
+        if ended_by := folder.why_it_ended() or run_line(folder.states(), time.time()):
             remedy = "meshrl logs has what came before"
             yield Diagnosis(what="run", state="warn", found=f"{found}; it ended by: {ended_by}", remedy=remedy)
         else:
