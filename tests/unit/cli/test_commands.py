@@ -201,6 +201,10 @@ JSON = json.dumps(
     [
         (TEXT, "weights died: was killed by SIGKILL (9)"),
         (f"{JSON}\n", "weights died: was killed by SIGKILL (9)"),
+        (
+            f"{TEXT}    21:22:10.910 ERROR   weights the disk is full\n",
+            "weights died: was killed by SIGKILL (9): the disk is full",
+        ),
         (TEXT + "21:30:00.000 INFO    rl started trainer (pid 8), log in logs/trainer.log\n", ""),
     ],
 )

@@ -162,6 +162,7 @@ class RunFolder:
 
     def end(self) -> RunEnd | None:
         told: list[str] = []  # what follows the error, the last line first
+        cause = ""  # the last error of the program that died
         for raw in lines_from_the_end(self.path / "logs" / "rl.log"):  # none of programs that were started by hand
             line = raw.decode(errors="replace")
             level, message = _logged(line)
@@ -170,8 +171,11 @@ class RunFolder:
             if level == "ERROR" and not line.startswith(" "):
                 why, _, place = message.partition(". Ending all other")
                 program = why.partition(" died: ")[0] if place else "rl"
+                why += f": {cause}" if place and cause else ""
                 log = "\n".join([message, *reversed(told)])
                 return RunEnd(program=program, at=line.split(maxsplit=1)[0], why=why, log=log)
+            if level == "ERROR" and not cause:
+                cause = message
             told.append(line)
         return None
 
