@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import sqlite3
 import subprocess
 import time
 from collections.abc import Callable
@@ -148,4 +149,21 @@ def check_kill(run: Run, victim: str) -> None:
     shown = console.rpartition(f"{victim} died")[2].splitlines()[1:]  # it may have been restarted before
     logged = run.log(victim).splitlines()
     assert not logged or any(line.strip() and line.strip() in "\n".join(shown) for line in logged[-20:])
+    assert not run.left_running()
+
+
+def check_law(run: Run, *, steps: int, most_off_policy: int) -> None:
+    """A run that has finished trained each step once, on its batch of 16, by rollouts of versions that are new enough,
+    and leaves nothing."""
+    records = [record for record in run.records() if "reward/all/mean" in record]
+    assert [record["step"] for record in records] == [*range(1, steps + 1)]
+    assert all(record["off_policy/all/max"] <= most_off_policy for record in records)
+    assert all(record["policy/active_version"] == record["step"] for record in records)
+    if most_off_policy == 0:
+        assert max(record["mismatch_abs/all/mean"] for record in records) < 1e-4
+        assert max(record["mismatch_kl/all/mean"] for record in records) < 1e-6
+    with sqlite3.connect(run.output_dir / "ledger.sqlite") as ledger:
+        states = dict(ledger.execute("SELECT state, COUNT(*) FROM rollouts GROUP BY state"))
+    assert states["trained"] == steps * 16
+    assert set(states) <= {"trained", "dropped", "failed", "cancelled"}
     assert not run.left_running()
