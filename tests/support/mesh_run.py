@@ -68,9 +68,11 @@ WITH_WORKERS = ("--rollout.workers", "1")
 """Flags of a run whose environments play in a process of their own, which takes ten seconds of a core to start."""
 PACED = (
     "--orchestrator.train.env.0.id", "paced_reversing", "--orchestrator.train.env.0.name", "reverse_text",
-    "--orchestrator.max-inflight-rollouts", "16",
+    "--no-preflight", "--orchestrator.max-inflight-rollouts", "16",
 )  # fmt: skip
-"""Flags of a run that trains a step every second or two: while a test looks at it, the cores are for others."""
+"""Flags of a run that trains a step every second or two: while a test looks at it, the cores are for others.
+
+The preflight would import the environment, which takes four seconds of a core."""
 SLOW = (*PACED[:-1], "8")
 """The same at half the pace."""
 PACED_HOST = ("--env.0.id", "paced_reversing", "--env.0.name", "reverse_text")
