@@ -32,8 +32,8 @@ def start_program(tmp_path: Path) -> Iterator[Start]:
         return started[-1]
 
     yield start
-    for process in started:
-        process.kill()
+    for process in reversed(started):
+        process.terminate()  # killed, it would leave its folder in /dev/shm
         process.wait(60.0)
 
 
