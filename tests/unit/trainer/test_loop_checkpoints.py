@@ -83,19 +83,19 @@ async def test_a_caller_that_gives_up_on_its_checkpoint_harms_nobody(tmp_path: P
         assert trainer.error is None
 
 
-@pytest.mark.parametrize("ckpt", [CheckpointConfig(keep_last=2), CheckpointConfig(), None])
+@pytest.mark.parametrize("ckpt", [CheckpointConfig(keep_last=2), None])
 async def test_checkpoints_that_are_asked_for_are_pruned_as_configured(
     tmp_path: Path, ckpt: CheckpointConfig | None
 ) -> None:
     async with running(tmp_path, ckpt) as trainer:
-        for step in range(1, 5):
+        for step in (1, 2, 3):
             trainer.queue.submit(batch(step), str(step))
             await trainer.until(StepState.DONE, step)
             saved, path = await trainer.queue.save_checkpoint(weights_only=False)
             assert saved == step
             assert (path / "checkpoint.json").is_file()
         await trainer.queue.save_checkpoint(weights_only=True)
-        kept = ["step_3", "step_4"] if ckpt and ckpt.keep_last else [f"step_{step}" for step in range(1, 5)]
+        kept = ["step_2", "step_3"] if ckpt else ["step_1", "step_2", "step_3"]
         for root in ("checkpoints", "weights"):
             assert sorted(path.name for path in (tmp_path / root).iterdir()) == kept
 
@@ -123,40 +123,23 @@ async def test_weights_that_are_half_updated_end_the_trainer_and_are_never_used(
     assert all(torch.equal(tensor, whole[name]) for name, tensor in gather_state(resumed.model).items())
 
 
-async def test_totals_go_on_where_a_checkpoint_left_them(tmp_path: Path) -> None:
+async def test_a_trainer_goes_on_from_a_checkpoint_to_the_bit_with_its_totals(tmp_path: Path) -> None:
     async with running(tmp_path, CheckpointConfig()) as trainer:
-        trainer.queue.submit(batch(1), "1")
+        trainer.queue.submit(batch(1), "a")
         first = (await trainer.until(StepState.DONE, 1)).metrics
-    resumed = build()
-    async with running(tmp_path, trained=resumed) as trainer:
-        trainer.checkpointer.restore(-1)
-        trainer.queue.book = StepBook(run_id="main", epoch=2, start_step=1)
-        trainer.queue.submit(batch(2), "2")
-        second = (await trainer.until(StepState.DONE, 2)).metrics
-    assert (first["progress/total_tokens"], second["progress/total_tokens"]) == (12, 24)
-    assert (first["progress/total_samples"], second["progress/total_samples"]) == (2, 4)
-
-
-async def test_checkpoint_at_the_end_only_by_default(tmp_path: Path) -> None:
-    async with running(tmp_path, CheckpointConfig()) as trainer:
-        trainer.queue.submit(batch(1), "a")
-        await trainer.until(StepState.DONE, 1)
-        assert not (tmp_path / "checkpoints").exists()
-    assert (tmp_path / "checkpoints" / "step_1" / "trainer").is_dir()
-
-
-async def test_resumed_trainer_continues_to_the_bit(tmp_path: Path) -> None:
-    async with running(tmp_path, CheckpointConfig()) as trainer:
-        trainer.queue.submit(batch(1), "a")
-        await trainer.until(StepState.DONE, 1)
+        assert not (tmp_path / "checkpoints").exists()  # one is written at the end alone, unless it is asked for
         step, path = await trainer.queue.save_checkpoint(weights_only=False)
         assert (step, path) == (1, tmp_path / "checkpoints" / "step_1" / "trainer")
         trainer.queue.submit(batch(2), "b")
         await trainer.until(StepState.DONE, 2)
         expected = trainer.hub.versions[2]
-    resumed = build()
-    assert Checkpointer(*resumed, tmp_path, tokenizer=None).restore(1) == 1
-    async with running(tmp_path / "second", trained=resumed) as trainer:
+    assert (tmp_path / "checkpoints" / "step_2" / "trainer").is_dir()
+    async with running(tmp_path) as trainer:
+        assert trainer.checkpointer.restore(1) == 1
+        trainer.queue.book = StepBook(run_id="main", epoch=2, start_step=1)
         trainer.queue.submit(batch(2), "b")
-        assert (await trainer.until(StepState.DONE, 2)).version == 2
+        done = await trainer.until(StepState.DONE, 2)
+        assert done.version == 2
         assert all(torch.equal(tensor, expected[name]) for name, tensor in trainer.hub.versions[2].items())
+    assert (first["progress/total_tokens"], done.metrics["progress/total_tokens"]) == (12, 24)
+    assert (first["progress/total_samples"], done.metrics["progress/total_samples"]) == (2, 4)

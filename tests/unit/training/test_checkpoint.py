@@ -137,28 +137,25 @@ def test_going_back_sets_later_checkpoints_aside(model: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("keep_last", "keep_interval", "in_background", "left"),
-    [
-        (None, None, False, EVERY),
-        (2, None, False, [5, 6]),
-        (1, 2, False, [2, 4, 6]),
-        (2, 3, True, [3, 5, 6]),
-        (9, 2, False, EVERY),
-    ],
+    ("keep_last", "keep_interval", "left"),
+    [(None, None, EVERY), (None, 2, EVERY), (2, None, [5, 6]), (1, 2, [2, 4, 6]), (9, 2, EVERY)],
 )
-def test_old_checkpoints_go(
-    model: str, tmp_path: Path, keep_last: int | None, keep_interval: int | None, in_background: bool, left: list[int]
-) -> None:
+def test_the_newest_and_multiples_stay(keep_last: int | None, keep_interval: int | None, left: list[int]) -> None:
+    surplus = files.surplus(EVERY, keep_last=keep_last, keep_interval=keep_interval, pinned=())
+    assert sorted(set(EVERY) - surplus) == left
+
+
+def test_old_checkpoints_go(model: str, tmp_path: Path) -> None:
     trained = kit.build(model)
     checkpointer = Checkpointer(*trained, tmp_path, tokenizer=None)
-    config = CheckpointConfig(keep_last=keep_last, keep_interval=keep_interval, save_async=in_background)
-    for step in range(1, 7):
+    config = CheckpointConfig(keep_last=2, keep_interval=3, save_async=True)
+    for step in EVERY:
         trained.run.step_done = step
         (tmp_path / f"checkpoints/step_{step}/orchestrator").mkdir(parents=True)
         checkpointer.save_as(config)
     checkpointer.wait_for_save()
-    assert saved_steps(tmp_path) == steps_in(tmp_path / "weights") == left
-    assert [step for step in left if not (tmp_path / f"checkpoints/step_{step}/orchestrator").is_dir()] == []
+    assert saved_steps(tmp_path) == steps_in(tmp_path / "weights") == [3, 5, 6]
+    assert [step for step in (3, 5, 6) if not (tmp_path / f"checkpoints/step_{step}/orchestrator").is_dir()] == []
 
 
 def test_snapshots_do_not_push_out_the_newest_checkpoint(model: str, tmp_path: Path) -> None:
