@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from loguru import logger
 
 from meshrl.core.config.report import indent
-from meshrl.launch.preflight.engines import check_engines, check_vllm
+from meshrl.launch.preflight.engines import check_engines, check_url, check_vllm
 from meshrl.launch.preflight.findings import Check, Finding, Plan
 from meshrl.launch.preflight.machine import check_gpus, check_open_files, check_ports, check_wandb
 from meshrl.launch.preflight.models import check_models
@@ -24,6 +24,7 @@ CHECKS: tuple[Check, ...] = (
     check_environments_elsewhere,
     check_hub,
     check_engines,
+    check_url,
     check_vllm,
     check_gpus,
     check_ports,

@@ -1,12 +1,15 @@
-"""Is vLLM there for the engines that are started, and do running ones take versions from this run's hub?"""
+"""Is vLLM there for the engines that are started, does their name have an address, and do running ones take versions
+from this run's hub?"""
 
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Iterator, Mapping
 from http import HTTPStatus
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from meshrl.core.interpreter import finds
 from meshrl.core.rpc.blocking_http import ask_blocking
@@ -28,6 +31,18 @@ def check_vllm(plan: Plan) -> Iterator[Finding]:
                 f"inference.engine is 'vllm', but {str(python)!r} has no vLLM; install it there (uv sync --extra vllm),"
                 " give the interpreter of an environment that has it in inference.python, or leave inference.engine out"
             )
+
+
+def check_url(plan: Plan) -> Iterator[Finding]:
+    """The run's programs reach its engines by the name in inference.url."""
+    url = None if plan.config.inference is None else plan.config.inference.url
+    if url is None:
+        return
+    try:
+        socket.getaddrinfo(urlsplit(url).hostname, None)
+    except OSError as problem:
+        text = f"the host of inference.url {url!r} has no address here ({problem.strerror}); correct the name"
+        yield error(text) if plan.config.starts("rollout") else warning(f"{text}, unless the rollout services find it")
 
 
 def check_engines(plan: Plan) -> Iterator[Finding]:

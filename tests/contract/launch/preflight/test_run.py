@@ -273,6 +273,23 @@ def test_vllm_must_be_in_the_interpreter_that_runs_it(tmp_path: Path) -> None:
     assert found(engines.check_vllm, plan(*asked[2:])) == []
 
 
+RUNNING = ("--orchestrator.services.rollout", "127.0.0.1:1", "--orchestrator.services.weights", "127.0.0.1:2")
+
+
+@pytest.mark.parametrize(
+    ("host", "more", "expected"),
+    [
+        ("localhost", (), []),
+        ("[::1]", (), []),
+        ("engine.invalid", (), ["error: the host of inference.url 'https://engine.invalid:8000' has no address here"]),
+        ("engine.invalid", (*RUNNING, "--inference.server.port", "8000"), ["warning: the host of inference.url"]),
+    ],
+)
+def test_the_host_of_an_engines_url_must_have_an_address(host: str, more: tuple[str, ...], expected: list[str]) -> None:
+    said = found(engines.check_url, plan("--inference.url", f"https://{host}:8000", *more))
+    assert [text[: len(start)] for text, start in zip(said, expected, strict=True)] == expected
+
+
 def test_ports_must_be_free_and_given_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
