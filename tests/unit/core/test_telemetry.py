@@ -80,6 +80,7 @@ def test_a_span_is_written_with_its_parent_links_and_attributes(traced):
     assert int(train_json["endTimeUnixNano"]) >= int(child_json["endTimeUnixNano"])
     resource = {item["key"]: item["value"] for item in requests[0]["resourceSpans"][0]["resource"]["attributes"]}
     assert resource["service.name"] == {"stringValue": "trainer"}
+    assert resource["host.name"] == {"stringValue": socket.gethostname()}
 
 
 def test_the_text_of_a_span_is_its_identity(traced):

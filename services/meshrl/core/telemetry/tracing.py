@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -196,10 +197,8 @@ def setup_tracing(service_name: str, traces_dir: Path | None, max_mib: int | Non
 
 
 def build_provider(service_name: str, exporters: list[SpanExporter]) -> SpanProvider:
-    resource = Resource.create(
-        {"service.name": service_name, "service.namespace": "meshrl", "process.pid": os.getpid()}
-    )
-    provider = SpanProvider(resource)
+    given = Resource.create({"service.name": service_name, "service.namespace": "meshrl", "process.pid": os.getpid()})
+    provider = SpanProvider(Resource({"host.name": socket.gethostname()}).merge(given))
     for exporter in exporters:
         queue = None if os.environ.get(OTEL_BSP_MAX_QUEUE_SIZE) else MAX_QUEUE
         provider.add_span_processor(
