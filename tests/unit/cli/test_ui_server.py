@@ -82,13 +82,18 @@ def test_a_half_written_line_is_read_when_it_is_whole_and_a_new_file_anew(run_pa
 async def test_a_run_that_died_has_when_and_why_with_the_end_of_the_log(client: TestClient, run_path: Path) -> None:
     assert (await (await client.get("/api/runs/0/now")).json())["end"] is None
     (run_path / "logs").mkdir()
-    lines = ["03:47:00.000 INFO    rl started trainer (pid 7)",
-             "03:48:33.991 ERROR   rl trainer died: was killed by SIGKILL. Ending all other programs. Last lines of x:",
-             "    03:48:32.919 INFO    trainer step 7", "03:48:35.544 INFO    rl the run failed"]  # fmt: skip
+    lines = ["2026-11-23T03:47:00.000 INFO    rl started trainer (pid 7)",
+             "2026-11-23T03:48:33.991 ERROR   rl trainer died: was killed by SIGKILL. Ending all other programs. Last",
+             "    2026-11-23T03:48:32.919 INFO    trainer step 7",
+             "2026-11-23T03:48:35.544 INFO    rl the run failed"]  # fmt: skip
     (run_path / "logs/rl.log").write_text("".join(f"{line}\n" for line in lines))
     end = RunFolder(run_path).end()
     assert end is not None
-    assert (end.program, end.at, end.why) == ("trainer", "03:48:33.991", "trainer died: was killed by SIGKILL")
+    assert (end.program, end.at, end.why) == (
+        "trainer",
+        "2026-11-23T03:48:33.991",
+        "trainer died: was killed by SIGKILL",
+    )
     assert "trainer step 7" in end.log
     (row,) = await (await client.get("/api/runs")).json()
     assert (row["live"], row["ended_by"], row["step"]) == (False, "trainer died: was killed by SIGKILL", 10)

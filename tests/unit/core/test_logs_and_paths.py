@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -36,12 +37,15 @@ def restored_logging() -> Iterator[None]:
     root.setLevel(level)
 
 
-def test_lines_carry_time_level_and_process(tmp_path, capsys):
+def test_lines_carry_day_time_level_and_process(tmp_path, capsys):
+    began = datetime.now().replace(microsecond=0)
     setup_logging("trainer", "info", tmp_path / "logs" / "trainer.log")
     logger.info("step {} done", 3)
     logger.debug("not shown")
     line = (tmp_path / "logs" / "trainer.log").read_text()
-    assert line.split()[1:] == ["INFO", "trainer", "step", "3", "done"]
+    at, *rest = line.split()
+    assert rest == ["INFO", "trainer", "step", "3", "done"]
+    assert began <= datetime.fromisoformat(at) <= datetime.now()
     assert "trainer step 3 done" in capsys.readouterr().out.replace("\x1b[36m", "").replace("\x1b[0m", "")
 
 

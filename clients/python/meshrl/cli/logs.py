@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import heapq
 import json
-import os
 import time
 from collections import deque
-from datetime import datetime, timedelta
 from os import SEEK_END
 from pathlib import Path
 
@@ -19,7 +17,6 @@ from meshrl.cli.run_folder import RunFolder
 from meshrl.wire.growing_file import GrowingFile
 
 FOLLOW_S = 0.5
-HALF_A_DAY_H = 12
 TAIL_BYTES = 2**20  # of each log, in which its last lines are looked for
 
 
@@ -74,26 +71,19 @@ def _stamped(name: str, path: Path, number: int) -> tuple[list[tuple[str, str, s
             size = file.seek(0, SEEK_END)
             begin = file.seek(max(0, size - TAIL_BYTES))
             kept = deque(file.read(size - begin).decode(errors="replace").splitlines(), maxlen=number)
-            written = datetime.fromtimestamp(os.fstat(file.fileno()).st_mtime)
     except FileNotFoundError:
         return [], 0
-    times, stamp = [], ""
+    stamped, stamp = [], ""
     for line in kept:
         stamp = _time_of(line) or stamp
-        times.append(stamp)
-    stamped, day, hour = [], written.date(), written.hour
-    for line, stamp in zip(reversed(kept), reversed(times), strict=True):  # lines have no date, the file's last has
-        if stamp and int(stamp[:2]) - hour > HALF_A_DAY_H:
-            day -= timedelta(days=1)
-        hour = int(stamp[:2]) if stamp else hour
-        stamped.append((f"{day} {stamp}", name, line))
-    return stamped[::-1], size
+        stamped.append((stamp, name, line))
+    return stamped, size
 
 
 def _time_of(line: str) -> str:
     if line.startswith("{"):
         try:
-            return str(json.loads(line)["record"]["time"]["repr"])[11:23]
+            return str(json.loads(line)["record"]["time"]["repr"])[:23].replace(" ", "T")
         except (ValueError, KeyError, TypeError):
             return ""
-    return line[:12] if line[2:3] == ":" else ""
+    return line[:23] if line[10:11] == "T" else ""

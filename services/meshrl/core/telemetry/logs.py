@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from loguru import Record
 
 FORMAT = (
-    "<green>{time:HH:mm:ss.SSS}</green> <level>{level: <7}</level> "
+    "<green>{time:YYYY-MM-DDTHH:mm:ss.SSS}</green> <level>{level: <7}</level> "
     "<cyan>{extra[process]}</cyan> <level>{message}</level>"
 )
 # Libraries that log every request at INFO, which is shown from level debug on.

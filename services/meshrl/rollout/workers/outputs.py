@@ -24,7 +24,7 @@ from meshrl.rollout.workers.watchdog import environment_now
 from meshrl.wire.values import JsonObject
 
 SERVER_LOG = "env_server.log"
-LINE = "{time:HH:mm:ss.SSS} {level: <7} {message}"
+LINE = "{time:YYYY-MM-DDTHH:mm:ss.SSS} {level: <7} {message}"
 
 
 def env_folder(output_dir: Path, entry: EnvConfig) -> Path:
