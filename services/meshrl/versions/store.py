@@ -40,6 +40,7 @@ class VersionStore:
         self.artifacts: dict[str, VersionBytes] = {}
         # Parts of the chains of deltas that were asked for: retired versions, and merged deltas, by artifact.
         self._parts: dict[str, VersionBytes] = {}
+        self._chains: dict[str, chains.Chain] = {}  # by the artifact of its last version, so that none is read twice
         self._searched_parts = False  # for parts that an earlier start of the hub has named to engines
         self._damaged: set[str] = set()  # artifacts that changed at rest
         self._merging = threading.Lock()
@@ -78,7 +79,8 @@ class VersionStore:
         with room_for(manifest, self._spool_dir):
             folder.mkdir(parents=True, exist_ok=True)
             if _has_chain(manifest) and with_base:
-                chains.link_base(self._base_of(manifest).folder, folder)
+                below = chains.link_base(self._base_of(manifest), folder)
+                self._chains[artifact_id] = {**below, artifact_id: chains.stored(manifest, folder)}
             write_file(folder / MANIFEST, to_json(manifest))
             if manifest.transport is Transport.STREAM:
                 if shutil.disk_usage(folder).free < manifest.payload_bytes + SPARE_BYTES:
@@ -92,20 +94,27 @@ class VersionStore:
         if _has_chain(manifest) and artifact_id not in self.artifacts:
             self._base_of(manifest)
 
-    def _base_of(self, manifest: Manifest) -> VersionBytes:
-        for base in list(self.artifacts.values()):
+    def _base_of(self, manifest: Manifest) -> chains.Chain:
+        for artifact_id, base in list(self.artifacts.items()):
             if base.manifest.result_root != manifest.base_root or base.manifest.version != manifest.base_version:
                 continue
+            if base.manifest.transport is Transport.NCCL or base.missing:
+                continue
             try:
-                here = base.manifest.transport is not Transport.NCCL and not base.missing
-                chain = chains.chain_of(base.manifest, base.folder) if here else []
+                chain = self._chain(artifact_id, base)
             except (OSError, ValueError) as error:  # retired meanwhile, or damaged
                 logger.warning("the chain of version {} is gone: {!r}", base.manifest.version, error)
                 continue
-            if chain and not self._damaged.intersection(artifact_id_of(part.manifest) for part in chain):
-                return base
+            if not self._damaged.intersection(chain):
+                return chain
         text = f"version {manifest.version} is a delta from version {manifest.base_version}, which is not at this hub"
         raise MeshError(Reason.UNKNOWN_VERSION, f"{text}; send the version in full")
+
+    def _chain(self, artifact_id: str, version: VersionBytes) -> chains.Chain:
+        chain = self._chains.get(artifact_id)
+        if chain is None:
+            chain = self._chains[artifact_id] = chains.chain_of(version.manifest, version.folder)
+        return chain
 
     def steps(self, artifact_id: str, held_root: bytes, *, whole: bool) -> tuple[Manifest, ...]:
         """The manifests that an engine applies to reach a delta; all of them can be read then. Parameters as of
@@ -113,8 +122,8 @@ class VersionStore:
         artifact = self.held(artifact_id)
         with self._merging:  # deltas are merged once
             try:
-                chain = chains.chain_of(artifact.manifest, artifact.folder)
-                found = chains.steps_to(chain, held_root, whole=whole)
+                chain = self._chain(artifact_id, artifact)
+                found = chains.steps_to(list(chain.values()), held_root, whole=whole)
             except (OSError, ValueError) as error:
                 text = f"the chain of version {artifact.manifest.version} is gone: {error}"
                 raise MeshError(Reason.UNKNOWN_VERSION, text) from error
@@ -156,6 +165,7 @@ class VersionStore:
         Files of a full version stay as long as a delta leads on from it.
         """
         self.artifacts.pop(artifact_id, None)
+        self._chains.pop(artifact_id, None)
         folder = self._spool_dir / artifact_id
         self._parts = {name: part for name, part in self._parts.items() if not part.folder.is_relative_to(folder)}
         files = {artifact_id: list(map(Path, paths)), **chains.files_below(folder)}

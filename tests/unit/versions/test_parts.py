@@ -76,11 +76,11 @@ def test_deltas_are_merged_unless_one_of_them_changed_at_rest(tmp_path: Path) ->
             folder = tmp_path / str(version)
             folder.mkdir()
             if manifests:
-                chains.link_base(tmp_path / str(version - 1), folder)
+                chains.link_base(chains.chain_of(manifests[-1], tmp_path / str(version - 1)), folder)
             (folder / MANIFEST).write_bytes(to_json(manifest))
             (folder / chains.PAYLOAD).write_bytes(payload.tobytes())
             manifests.append(manifest)
-    chain = chains.chain_of(manifests[-1], folder)
+    chain = list(chains.chain_of(manifests[-1], folder).values())
     shutil.copytree(folder, tmp_path / "damaged", copy_function=shutil.copyfile)
     damaged = tmp_path / "damaged" / "base" / chains.PAYLOAD
     damaged.write_bytes(bytes([damaged.read_bytes()[0] ^ 1]) + damaged.read_bytes()[1:])
@@ -88,5 +88,5 @@ def test_deltas_are_merged_unless_one_of_them_changed_at_rest(tmp_path: Path) ->
     (merged,) = chains.steps_to(chain, manifests[0].result_root, whole=True)
     assert merged.manifest.base_root == manifests[0].result_root
     assert merged.manifest.result_root == manifests[-1].result_root
-    chain = chains.chain_of(manifests[-1], tmp_path / "damaged")
+    chain = list(chains.chain_of(manifests[-1], tmp_path / "damaged").values())
     assert [part.manifest.version for part in chains.steps_to(chain, manifests[0].result_root, whole=True)] == [1, 2, 3]

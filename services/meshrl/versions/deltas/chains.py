@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -29,26 +29,32 @@ from meshrl.wire.types import Manifest, VersionKind
 MANIFEST, PAYLOAD = "manifest.json", "payload"
 _BASE, _JOINED = "base", "joined"
 
+Chain = Mapping[str, VersionBytes]
+"""By artifact, the anchor first."""
 
-def link_base(base: Path, folder: Path) -> None:
-    """Links a sealed version and its chain into `folder`, for a delta from it. Raises OSError."""
-    target = folder / _BASE
-    if target.exists():
-        return
-    making = folder / f"{_BASE}.making"
-    shutil.rmtree(making, ignore_errors=True)
-    below, into = base, making
-    while below.exists():
-        into.mkdir(parents=True)
-        for name in (MANIFEST, PAYLOAD):
-            if not (below / name).exists():
-                continue  # the payload is in files of the publisher's
-            try:
-                os.link(below / name, into / name)
-            except OSError:  # a file system without links
-                shutil.copyfile(below / name, into / name)
-        below, into = below / _BASE, into / _BASE
-    making.rename(target)
+
+def link_base(base: Chain, folder: Path) -> Chain:
+    """Links a chain into `folder`, for a delta from its last version. Raises OSError."""
+    target, making = folder / _BASE, folder / f"{_BASE}.making"
+    if not target.exists():
+        shutil.rmtree(making, ignore_errors=True)
+        into = making
+        for part in reversed(base.values()):
+            into.mkdir(parents=True)
+            for name in (MANIFEST, PAYLOAD):
+                if not (part.folder / name).exists():
+                    continue  # the payload is in files of the publisher's
+                try:
+                    os.link(part.folder / name, into / name)
+                except OSError:  # a file system without links
+                    shutil.copyfile(part.folder / name, into / name)
+            into = into / _BASE
+        making.rename(target)
+    linked: dict[str, VersionBytes] = {}
+    for artifact, part in reversed(base.items()):
+        linked[artifact] = stored(part.manifest, target)
+        target = target / _BASE
+    return dict(reversed(linked.items()))
 
 
 def files_below(folder: Path) -> dict[str, list[Path]]:
@@ -65,8 +71,8 @@ def files_below(folder: Path) -> dict[str, list[Path]]:
     return {artifact_id(manifest): [Path(file.path) for file in manifest.files]}
 
 
-def chain_of(manifest: Manifest, folder: Path) -> list[VersionBytes]:
-    """The chain of the version in `folder`, the anchor first, itself last. Raises OSError; ValueError if damaged."""
+def chain_of(manifest: Manifest, folder: Path) -> Chain:
+    """The chain of the version in `folder`, itself last. Raises OSError; ValueError if damaged."""
     chain = [stored(manifest, folder)]
     while chain[0].manifest.kind is VersionKind.DELTA:
         below = chain[0].folder / _BASE
@@ -74,7 +80,7 @@ def chain_of(manifest: Manifest, folder: Path) -> list[VersionBytes]:
         if part.manifest.result_root != chain[0].manifest.base_root:
             raise ValueError(f"the base of version {chain[0].manifest.version} is another one")
         chain.insert(0, part)
-    return chain
+    return {artifact_id(part.manifest): part for part in chain}
 
 
 def steps_to(chain: Sequence[VersionBytes], held_root: bytes, *, whole: bool) -> list[VersionBytes]:
