@@ -52,8 +52,9 @@ class SideStream:
         self._stream: torch.cuda.Stream | None = None
 
     @contextmanager
-    def reading(self, snapshot: Snapshot) -> Iterator[None]:
-        """Waits until a snapshot is made; GPU work inside is on this stream, and done at the end."""
+    def reading(self, snapshot: Snapshot, *, wait: bool = True) -> Iterator[None]:
+        """Waits until a snapshot is made; GPU work inside is on this stream and, unless `wait` is off, done at the
+        end."""
         if snapshot.ready is None:
             yield
             return
@@ -63,7 +64,8 @@ class SideStream:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has none
         with torch.cuda.device(device), torch.cuda.stream(self._stream):
             yield
-            self._stream.synchronize()
+            if wait:
+                self._stream.synchronize()
 
 
 class HostCopies:

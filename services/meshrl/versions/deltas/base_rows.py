@@ -33,6 +33,7 @@ class BaseRows:
         self._rows: Rows | None = None
         self._spare: torch.Tensor | None = None  # for the next snapshot
         self._base: torch.Tensor | None = None
+        self._copied: torch.cuda.Event | None = None  # from the spare buffer to the base on the host
         self._version, self._base_lanes = -1, self.lanes
 
     def free_buffer(self, last: Snapshot | None) -> torch.Tensor | None:
@@ -40,6 +41,8 @@ class BaseRows:
         spare, self._spare = self._spare, None
         if spare is None and last is not None and last.flat is not self._base:
             spare = last.flat
+        if self._copied is not None:
+            self._copied.synchronize()
         return spare
 
     def encode(self, snapshot: Snapshot, base: int | None, *, sparse: bool) -> tuple[int, int]:
@@ -74,6 +77,7 @@ class BaseRows:
         return stream_bytes(self.pieces) if has_base else whole, changed
 
     def keep(self, snapshot: Snapshot, version: int) -> None:
+        """Makes a snapshot the base. A copy to the host may still be under way on the current stream."""
         self.pieces = []
         self._version, self._base_lanes = version, self.lanes
         former, flat = self._base, snapshot.flat
@@ -82,7 +86,9 @@ class BaseRows:
             return
         if former is None:
             former = torch.empty(flat.shape, dtype=torch.uint8, pin_memory=True)
-        former.copy_(flat)
+        former.copy_(flat, non_blocking=True)
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no types for it
+        self._copied.record()
         self._base, self._spare = former, flat
 
     def _digests(self, snapshot: Snapshot) -> Lanes:

@@ -67,7 +67,7 @@ class SenderShare(ABC):
                     with self._side.reading(snapshot):
                         return self._encode(snapshot, call)
                 case SetBase():
-                    with self._side.reading(snapshot):
+                    with self._side.reading(snapshot, wait=False):  # the version is out, and nobody waits for a copy
                         self.base.keep(snapshot, call.version)
                 case _:
                     return self._send(snapshot, call)
