@@ -427,7 +427,6 @@ class WeightAgent:
             paused = not (prepared.adopt or prepared.is_adapter)
             if not prepared.is_adapter:
                 self._live_root = root
-                work.loader.confirm(root)
             report = ApplyReport(
                 version=action.version,
                 root=root,

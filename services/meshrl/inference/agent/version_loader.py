@@ -94,7 +94,7 @@ class VersionLoader:
         self.times.begin()
         if anew:
             self.drop_image()
-        held_root = b"" if anew else await self.held_root()
+        held_root = b"" if anew else self.held_root
         with self.times.part("found"):
             found = await self._client.find_version(
                 run_id=self._run_id, version=version, artifact_id=artifact_id, held_root=held_root
@@ -106,16 +106,11 @@ class VersionLoader:
             raise MeshError(Reason.DIGEST_MISMATCH, f"the manifest of version {version} does not match its artifact_id")
         return found
 
-    async def held_root(self) -> bytes:
-        """The root of the weights that deltas may lead on from; an image goes back to the version served last."""
+    @property
+    def held_root(self) -> bytes:
+        """The root of the weights that deltas may lead on from; an image may have those of a version not served yet."""
         if self._engine.patches:
             return b"" if self._engine.unfit else self._engine.root or b""
-        if self._image is not None:
-            try:
-                await asyncio.to_thread(self._image.revert)
-            except MeshError as error:
-                logger.warning("the kept weights are dropped: {}", error)
-                self.drop_image()
         return b"" if self._image is None else self._image.root
 
     async def load(self, found: FoundVersion) -> None:
@@ -231,11 +226,6 @@ class VersionLoader:
                     files=held.files if self._engine.stages_from_files else (),
                 )
             )
-
-    def confirm(self, root: bytes) -> None:
-        """Weights with this root are served: an image of them will not go back behind them."""
-        if self._image is not None and self._image.root == root:
-            self._image.confirm()
 
     def drop_image(self) -> None:
         image, self._image = self._image, None

@@ -33,7 +33,6 @@ class WeightImage:
         self._bytes = held.parts[0][1]
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="weight-image")
         self._lock = threading.Lock()
-        self._undo: list[tuple[Manifest, NDArray[np.uint8]]] = []  # each version left since the one served, and how
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="weight-image-hash")  # one after the other
         self._at_rest: list[bytes] = []
         self._hashing.submit(self._hash_at_rest)
@@ -41,11 +40,6 @@ class WeightImage:
     @property
     def root(self) -> bytes:
         return self.manifest.result_root
-
-    def confirm(self) -> None:
-        """The version in the image is served: `revert` goes back to it at most."""
-        with self._lock:
-            self._undo.clear()
 
     def apply(
         self, manifest: Manifest, delta: NDArray[np.uint8], wait_for: Callable[[int], object] = lambda end: None
@@ -57,19 +51,41 @@ class WeightImage:
         image changed at rest.
         """
         with self._lock:
-            before = self.manifest
-            if manifest.base_root != before.result_root:
-                raise _refused(manifest, f"it is for other weights than those of version {before.version}")
-            self._move(manifest, delta, wait_for, forward=True)
-            self._undo.append((before, delta))
+            if manifest.base_root != self.root:
+                raise _refused(manifest, f"it is for other weights than those of version {self.manifest.version}")
+            checking = self._hashing.submit(self._changed)
+            try:
+                at = table_end(delta, wait_for)
+                wait_for(at)
+                pieces = read_stream(delta)
+                if pieces and pieces[-1].run.start + pieces[-1].run.values * pieces[-1].run.width > len(self._bytes):
+                    raise DeltaError("it changes what lies beyond the weights")
+                digester = Digester(manifest.tensors)
+                of_batches = batches(pieces)
+                sizes = (sum(piece.num_bytes for piece in batch) for batch in of_batches)
 
-    def revert(self) -> None:
-        """Goes back to the version that was confirmed last. Raises as `apply`."""
-        with self._lock:
-            while self._undo:
-                before, delta = self._undo[-1]
-                self._move(before, delta, lambda end: None, forward=False)
-                self._undo.pop()
+                def edit_of(batch: Sequence[Packed], end: int) -> tuple[Edit, Differences]:
+                    wait_for(end)
+                    return self._edit(batch, digester)
+
+                pairs = list(self._threads.map(edit_of, of_batches, islice(accumulate(sizes, initial=at), 1, None)))
+            except DeltaError as error:
+                raise _refused(manifest, str(error)) from error
+            edits = [edit for edit, _ in pairs]
+            lanes = digester.after(
+                lanes_of(self.manifest.tensors), (found for _, found in pairs), self._bytes.take, edits
+            )
+            reached = with_lanes(self.manifest.tensors, lanes)
+            if result_root(reached) != manifest.result_root:
+                raise _refused(manifest, "it does not lead to the root of the version")
+            self._refuse_changed(manifest, checking)
+
+            def write(edit: Edit) -> None:
+                words_of(self._bytes, edit.run)[edit.places] = edit.new
+
+            list(self._threads.map(write, edits))
+            self.manifest = manifest
+            self._hashing.submit(self._hash_at_rest)
 
     def check(self) -> None:
         """Raises MeshError DIGEST_MISMATCH where the image changed at rest."""
@@ -85,50 +101,10 @@ class WeightImage:
         self._hashing.shutdown(wait=False)
         self.held.release()
 
-    def _move(
-        self, manifest: Manifest, delta: NDArray[np.uint8], wait_for: Callable[[int], object], *, forward: bool
-    ) -> None:
-        checking = self._hashing.submit(self._changed)
-        try:
-            at = table_end(delta, wait_for)
-            wait_for(at)
-            pieces = read_stream(delta)
-            if pieces and pieces[-1].run.start + pieces[-1].run.values * pieces[-1].run.width > len(self._bytes):
-                raise DeltaError("it changes what lies beyond the weights")
-            digester = Digester(manifest.tensors)
-            of_batches = batches(pieces)
-            sizes = (sum(piece.num_bytes for piece in batch) for batch in of_batches)
-
-            def edit_of(batch: Sequence[Packed], end: int) -> tuple[Edit, Differences]:
-                wait_for(end)
-                return self._edit(batch, digester, forward=forward)
-
-            pairs = list(self._threads.map(edit_of, of_batches, islice(accumulate(sizes, initial=at), 1, None)))
-        except DeltaError as error:
-            raise _refused(manifest, str(error)) from error
-        edits = [edit for edit, _ in pairs]
-        lanes = digester.after(lanes_of(self.manifest.tensors), (found for _, found in pairs), self._bytes.take, edits)
-        reached = with_lanes(self.manifest.tensors, lanes)
-        if result_root(reached) != manifest.result_root:
-            raise _refused(manifest, "it does not lead to the root of the version")
-        self._refuse_changed(manifest, checking)
-
-        def write(edit: Edit) -> None:
-            words_of(self._bytes, edit.run)[edit.places] = edit.new
-
-        list(self._threads.map(write, edits))
-        self.manifest = manifest
-        self._hashing.submit(self._hash_at_rest)
-
-    def _edit(self, batch: Sequence[Packed], digester: Digester, *, forward: bool) -> tuple[Edit, Differences]:
+    def _edit(self, batch: Sequence[Packed], digester: Digester) -> tuple[Edit, Differences]:
         found = unpack(*batch)
         old = words_of(self._bytes, found.run).take(found.places)
-        rank = ordered(old)
-        if forward:
-            rank += found.steps
-        else:
-            rank -= found.steps
-        edit = Edit(run=found.run, places=found.places, old=old, new=from_ordered(rank))
+        edit = Edit(run=found.run, places=found.places, old=old, new=from_ordered(ordered(old) + found.steps))
         return edit, digester.differences(edit) if found.run.width > 1 else {}
 
     def _refuse_changed(self, manifest: Manifest, checking: Future[str | None]) -> None:
