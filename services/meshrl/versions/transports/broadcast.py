@@ -33,7 +33,7 @@ from meshrl.versions.collective.plan import PublishPlan
 from meshrl.versions.collective.scatter import have_offered, scatter_offers
 from meshrl.versions.deltas.codec import write_stream
 from meshrl.versions.deltas.rule import DeltaRule
-from meshrl.versions.snapshot import Captured, Snapshot
+from meshrl.versions.snapshot import Captured
 from meshrl.versions.transports.base import Answer, Prepared, PublishCall, VersionCall, VersionLine
 from meshrl.versions.transports.rank_calls import RankCalls
 from meshrl.versions.transports.shares import EncodeRows, SenderShare, SetBase, digested, pays
@@ -80,8 +80,6 @@ class CopyVersion(VersionCall):
 
 
 class BroadcastShare(SenderShare):
-    calls = (*SenderShare.calls, MeetEngines, SendVersion, CopyVersion)
-
     def __init__(
         self, *, sender: int, device: torch.device, store_address: str, backend: str, deadline_s: float,
         plan: PublishPlan, num_threads: int = 1,
@@ -96,46 +94,53 @@ class BroadcastShare(SenderShare):
         self._group: Sender | None = None
         self._delta: tuple[int, Bytes] | None = None  # that was encoded last: its version, and its byte stream
 
-    def carry_out(self, call: Any) -> Answer:
-        if not isinstance(call, MeetEngines):
-            return super().carry_out(call)
+    @property
+    def handlers(self) -> Mapping[type[PublishCall], Callable[[Any], Answer]]:
+        return {
+            **super().handlers,
+            MeetEngines: self._meet_engines,
+            SendVersion: self._send,
+            CopyVersion: self._copy,
+        }
+
+    def _meet_engines(self, call: MeetEngines) -> Answer:
         self.leave()
         plan = self._plan if self.may_scatter else None
         self._group = self._meet(self.backend, self._device, call.generation, call.num_receivers, call.deadline_s, plan)
         return {}
 
-    def _encode(self, snapshot: Snapshot, call: EncodeRows) -> Answer:
-        answer, stream = super()._encode(snapshot, call), write_stream(self.base.pieces)
+    def _encode(self, call: EncodeRows) -> Answer:
+        answer, stream = super()._encode(call), write_stream(self.base.pieces)
         self._delta = (call.version, stream)
         return {**answer, "stream": {"length": str(len(stream)), "digest": digest(stream.data).hex()}}
 
-    def _send(self, snapshot: Snapshot, call: SendVersion | CopyVersion) -> Answer:
-        if isinstance(call, SendVersion):
-            self._send_to_group(snapshot, call)
-            return {}
-        rows = torch.from_numpy(self._host_copies.bytes_of(snapshot))
-        to_rank_0 = self._meet("gloo", CPU, call.generation, 1, call.deadline_s)
-        try:
-            to_rank_0.send(replace(snapshot, flat=rows), stall_s=self.deadline_s, moved=self.progress.moved)
-        finally:
-            to_rank_0.abort()
+    def _copy(self, call: CopyVersion) -> Answer:
+        with self._snapshot(call.version) as snapshot:
+            rows = torch.from_numpy(self._host_copies.bytes_of(snapshot))
+            to_rank_0 = self._meet("gloo", CPU, call.generation, 1, call.deadline_s)
+            try:
+                to_rank_0.send(replace(snapshot, flat=rows), stall_s=self.deadline_s, moved=self.progress.moved)
+            finally:
+                to_rank_0.abort()
         return {}
 
-    def _send_to_group(self, snapshot: Snapshot, call: SendVersion) -> None:
-        group = self._group
-        if group is None:
-            raise MeshError(Reason.GROUP_BROKEN, "this sender has left the group")
-        try:
-            if not call.delta:
-                group.send(snapshot, stall_s=self.deadline_s, moved=self.progress.moved)
-            elif self._delta is None or self._delta[0] != call.version:
-                raise MeshError(Reason.GROUP_BROKEN, f"this sender has no delta to version {call.version}")
-            else:
-                delta = self._delta[1]
-                group.send_delta(delta, snapshot.plan, stall_s=self.deadline_s, moved=self.progress.moved)
-        except MeshError:
-            self.leave()
-            raise
+    def _send(self, call: SendVersion) -> Answer:
+        with self._snapshot(call.version) as snapshot:
+            group = self._group
+            if group is None:
+                raise MeshError(Reason.GROUP_BROKEN, "this sender has left the group")
+            try:
+                if not call.delta:
+                    group.send(snapshot, stall_s=self.deadline_s, moved=self.progress.moved)
+                elif self._delta is None or self._delta[0] != call.version:
+                    raise MeshError(Reason.GROUP_BROKEN, f"this sender has no delta to version {call.version}")
+                else:
+                    delta = self._delta[1]
+                    group.send_delta(delta, snapshot.plan, stall_s=self.deadline_s, moved=self.progress.moved)
+            except MeshError:
+                self.leave()
+                raise
+        return {}
 
     def on_host(self, version: int) -> NDArray[np.uint8]:
         """This rank's rows of a version in host memory, valid until the next copy."""

@@ -12,20 +12,19 @@ from __future__ import annotations
 import mmap
 import os
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from blake3 import blake3
 
 from meshrl.core.durable import write_at
 from meshrl.versions.progress import Progress
-from meshrl.versions.snapshot import Snapshot
-from meshrl.versions.transports.base import Answer, Prepared, VersionCall
+from meshrl.versions.transports.base import Answer, Prepared, PublishCall, VersionCall
 from meshrl.versions.transports.rows import RowShare, RowTransport, in_slices, in_threads
 from meshrl.wire.manifest import SUM128, plan_chunks
 from meshrl.wire.manifest_file import manifest_path, payload_names, safetensors_header, to_json
@@ -226,7 +225,9 @@ class HashFiles(VersionCall):
 
 
 class FileShare(RowShare):
-    calls = (*RowShare.calls, WriteFiles, HashFiles)
+    @property
+    def handlers(self) -> Mapping[type[PublishCall], Callable[[Any], Answer]]:
+        return {**super().handlers, WriteFiles: self._write_files, HashFiles: self._hash_files}
 
     def files(self, version: int, chunk_bytes: int) -> VersionFiles:
         return VersionFiles(
@@ -240,11 +241,13 @@ class FileShare(RowShare):
             progress=self.progress,
         )
 
-    def _write(self, snapshot: Snapshot, call: WriteFiles | HashFiles) -> Answer:
+    def _write_files(self, call: WriteFiles) -> Answer:
+        with self._snapshot(call.version) as snapshot:
+            self.files(call.version, call.chunk_bytes).write(self._host_copies.pieces_of(snapshot))
+        return {}
+
+    def _hash_files(self, call: HashFiles) -> Answer:
         files = self.files(call.version, call.chunk_bytes)
-        if isinstance(call, WriteFiles):
-            files.write(self._host_copies.pieces_of(snapshot))
-            return {}
         tensors, chunks = files.hash(self.share, self.num_shares, with_tensors=call.tensors)
         return {
             "tensors": {str(index): digest.hex() for index, digest in tensors.items()},

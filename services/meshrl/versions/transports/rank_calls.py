@@ -129,7 +129,7 @@ class RankCallThread:
             try:
                 self._store.wait([f"call/{number}"], timedelta(seconds=IDLE_S))
                 name, fields = json.loads(self._store.get(f"call/{number}"))
-                kinds = {kind.__name__: kind for kind in self._share.calls}
+                kinds = {kind.__name__: kind for kind in self._share.handlers}
                 return kinds[name](**fields)
             except RuntimeError as error:
                 if "timeout" not in str(error).lower():

@@ -21,8 +21,8 @@ from loguru import logger
 
 from meshrl.versions.deltas.codec import joined, read_stream, write_stream
 from meshrl.versions.deltas.rule import DeltaRule
-from meshrl.versions.snapshot import Captured, Snapshot, whole_snapshot
-from meshrl.versions.transports.base import Answer, Prepared, VersionCall, VersionLine
+from meshrl.versions.snapshot import Captured, whole_snapshot
+from meshrl.versions.transports.base import Answer, Prepared, PublishCall, VersionCall, VersionLine
 from meshrl.versions.transports.rank_calls import RankCalls
 from meshrl.versions.transports.shares import EncodeRows, SenderShare, SetBase, digested, pays
 from meshrl.versions.uploads import TODAY, Peers
@@ -62,8 +62,6 @@ def in_threads(threads: ThreadPoolExecutor, work: Callable[[Item], Result], item
 class RowShare(SenderShare):
     """Share `share` of `num_shares`, whose files are in `folder`."""
 
-    calls = (*SenderShare.calls, WriteDelta)
-
     def __init__(
         self,
         folder: Path,
@@ -78,16 +76,14 @@ class RowShare(SenderShare):
         self.folder = folder.absolute()
         self.epoch, self.share, self.num_shares, self.num_threads = epoch, share, num_shares, num_threads
 
-    def _send(self, snapshot: Snapshot, call: Any) -> Answer:
-        if not isinstance(call, WriteDelta):
-            return self._write(snapshot, call)
+    @property
+    def handlers(self) -> Mapping[type[PublishCall], Callable[[Any], Answer]]:
+        return {**super().handlers, WriteDelta: self._write_delta}
+
+    def _write_delta(self, call: WriteDelta) -> Answer:
         if self.share:
             self.delta_path(self.share).write_bytes(write_stream(self.base.pieces).data)
         return {}
-
-    @abstractmethod
-    def _write(self, snapshot: Snapshot, call: Any) -> Answer:
-        """Carries out a call for versions in full."""
 
     def delta_path(self, share: int) -> Path:
         return self.folder / f"delta-{self.epoch}.{share}"

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,10 +36,8 @@ class SetBase(VersionCall):
     """The version was published: the next delta is from it."""
 
 
-class SenderShare(ABC):
+class SenderShare:
     """One sender rank's share. Its training thread puts the newest snapshot into `held`."""
-
-    calls: ClassVar[Sequence[type[PublishCall]]] = (EncodeRows, SetBase)
 
     def __init__(self, *, deadline_s: float, num_threads: int) -> None:
         """`deadline_s`: how long this rank's training may lag behind rank 0's."""
@@ -59,31 +56,28 @@ class SenderShare(ABC):
         with self._lock:
             return self.base.free_buffer(None if self._reading else snapshot)
 
-    def carry_out(self, call: Any) -> Answer:
-        """Does what one of its `calls` asks for; blocking. Raises MeshError and OSError."""
-        with self._snapshot(call.version) as snapshot:
-            match call:
-                case EncodeRows():
-                    with self._side.reading(snapshot):
-                        return self._encode(snapshot, call)
-                case SetBase():
-                    with self._side.reading(snapshot, wait=False):  # the version is out, and nobody waits for a copy
-                        self.base.keep(snapshot, call.version)
-                case _:
-                    return self._send(snapshot, call)
-        return {}
+    @property
+    def handlers(self) -> Mapping[type[PublishCall], Callable[[Any], Answer]]:
+        """What carries out each kind of call; blocking. They raise MeshError and OSError."""
+        return {EncodeRows: self._encode, SetBase: self._set_base}
+
+    def carry_out(self, call: PublishCall) -> Answer:
+        return self.handlers[type(call)](call)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False)
 
-    def _encode(self, snapshot: Snapshot, call: EncodeRows) -> Answer:
-        size, changed = self.base.encode(snapshot, call.base, sparse=call.sparse)
+    def _encode(self, call: EncodeRows) -> Answer:
+        with self._snapshot(call.version) as snapshot, self._side.reading(snapshot):
+            size, changed = self.base.encode(snapshot, call.base, sparse=call.sparse)
         lanes = self.base.lanes.astype("<u8").tobytes().hex()
         return {"bytes": {"delta": str(size), "changed": str(changed)}, "digests": {"lanes": lanes}}
 
-    @abstractmethod
-    def _send(self, snapshot: Snapshot, call: Any) -> Answer:
-        """Carries out a call of one transport."""
+    def _set_base(self, call: SetBase) -> Answer:
+        # The version is out: it does not wait for a copy to the host.
+        with self._snapshot(call.version) as snapshot, self._side.reading(snapshot, wait=False):
+            self.base.keep(snapshot, call.version)
+        return {}
 
     @contextmanager
     def _snapshot(self, version: int) -> Iterator[Snapshot]:

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshrl.core.durable import write_at
-from meshrl.versions.snapshot import Snapshot
-from meshrl.versions.transports.base import Answer, Prepared, VersionCall
+from meshrl.versions.transports.base import Answer, Prepared, PublishCall, VersionCall
 from meshrl.versions.transports.rows import RowShare, RowTransport, in_slices, in_threads
 from meshrl.wire.manifest import SUM128, chunks_of, entries_of
 from meshrl.wire.types import Transport
@@ -27,7 +28,9 @@ class WriteRows(VersionCall):
 
 
 class StreamShare(RowShare):
-    calls = (*RowShare.calls, WriteRows)
+    @property
+    def handlers(self) -> Mapping[type[PublishCall], Callable[[Any], Answer]]:
+        return {**super().handlers, WriteRows: self._write_rows}
 
     @property
     def full_path(self) -> Path:
@@ -36,19 +39,15 @@ class StreamShare(RowShare):
     def on_host(self, version: int) -> Bytes:
         return self._host_copies.bytes_of(self.held.get(version, deadline_s=self.deadline_s))
 
-    def _write(self, snapshot: Snapshot, call: WriteRows) -> Answer:
-        pieces = self._host_copies.pieces_of(snapshot)
-        fd = os.open(self.full_path, os.O_WRONLY | os.O_CLOEXEC)
+    def _write_rows(self, call: WriteRows) -> Answer:
+        with self._snapshot(call.version) as snapshot, self.full_path.open("r+b", buffering=0) as file:
 
-        def put(piece: tuple[int, memoryview]) -> None:
-            offset, data = piece
-            write_at(fd, data, offset)
-            self.progress.moved()
+            def put(piece: tuple[int, memoryview]) -> None:
+                offset, data = piece
+                write_at(file.fileno(), data, offset)
+                self.progress.moved()
 
-        try:
-            in_threads(self._threads, put, in_slices(pieces))
-        finally:
-            os.close(fd)
+            in_threads(self._threads, put, in_slices(self._host_copies.pieces_of(snapshot)))
         return {}
 
 
