@@ -38,10 +38,9 @@ class VersionStore:
     def __init__(self, spool_dir: Path) -> None:
         self._spool_dir = spool_dir
         self.artifacts: dict[str, VersionBytes] = {}
-        # Parts of the chains of deltas that were asked for: retired versions, and merged deltas, by artifact.
+        # Parts of the chains of deltas: retired versions, and merged deltas, by artifact.
         self._parts: dict[str, VersionBytes] = {}
         self._chains: dict[str, chains.Chain] = {}  # by the artifact of its last version, so that none is read twice
-        self._searched_parts = False  # for parts that an earlier start of the hub has named to engines
         self._damaged: set[str] = set()  # artifacts that changed at rest
         self._merging = threading.Lock()
 
@@ -61,6 +60,10 @@ class VersionStore:
         for folder in folders:
             if folder.name not in live:
                 self.delete(folder.name, ())
+        for path in self._spool_dir.glob(f"*/*/**/{MANIFEST}"):  # which an earlier start has named to engines
+            with suppress(OSError, ValueError):  # damaged: it cannot be fetched
+                part = from_json(path.read_bytes())
+                self._parts[artifact_id_of(part)] = chains.stored(part, path.parent)
 
     def _load(self, manifest: Manifest, folder: Path) -> VersionBytes:
         held = VersionBytes(manifest, file=folder / PAYLOAD)
@@ -132,15 +135,6 @@ class VersionStore:
 
     def part(self, artifact_id: str) -> Manifest | None:
         """The manifest of a part of some delta's chain, if the artifact is one."""
-        if artifact_id not in self._parts and not self._searched_parts:  # of an earlier start
-            self._searched_parts = True
-            for folder, _, names in os.walk(self._spool_dir):  # a glob would end at a folder that is retired meanwhile
-                path = Path(folder, MANIFEST)
-                if MANIFEST not in names or len(path.relative_to(self._spool_dir).parts) < 3:  # not below another
-                    continue
-                with suppress(OSError, ValueError):  # damaged or being retired: it cannot be fetched
-                    found = from_json(path.read_bytes())
-                    self._parts[artifact_id_of(found)] = chains.stored(found, path.parent)
         part = self._parts.get(artifact_id)
         return None if part is None else part.manifest
 

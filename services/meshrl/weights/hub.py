@@ -403,8 +403,7 @@ class Hub:
         """
         coordinator = self.coordinator
         kept = {record.artifact_id for record in coordinator.live}
-        of_part = artifact_id and artifact_id not in kept  # a relay asks for a part of a chain
-        if of_part and (part := await asyncio.to_thread(self._store.part, artifact_id)) is not None:
+        if artifact_id not in kept and (part := self._store.part(artifact_id)) is not None:  # a relay asks for it
             return FoundVersion(manifest=part, artifact_id=artifact_id)
         record = coordinator.by_artifact(artifact_id) if artifact_id else coordinator.line(run_id).find(version)
         if record.state is VersionState.STAGING and not (artifact_id and record.arriving):

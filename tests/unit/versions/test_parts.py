@@ -1,4 +1,4 @@
-"""What leads to a delta is found in the spool, also while versions are retired that lie beside it."""
+"""What leads to a delta is found in the spool."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 
-from meshrl.versions import store as stores
 from meshrl.versions.collective.digest import digest_bytes, sum128
 from meshrl.versions.deltas import chains
 from meshrl.versions.deltas.chains import MANIFEST
@@ -30,23 +28,19 @@ from meshrl.wire.manifest_file import to_json
 from meshrl.wire.types import Manifest, TensorEntry, Transport
 
 
-def test_a_part_is_found_while_the_folders_around_it_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_finds_the_parts_that_the_one_before_has_named(tmp_path: Path) -> None:
     tensors, chunks = entries_of(memoryview(b"abcd"), plan_tensors([("w", "uint8", (4,))]), 4096)
     part = build_manifest(
         run_id="r", epoch=1, version=3, transport=Transport.STREAM, tensors=tensors, chunks=chunks
     )  # fmt: skip
-    spool = tmp_path / "spool"
-    for name in ("one", "other", "another"):
-        (spool / name / "below").mkdir(parents=True)
-        (spool / name / "below" / MANIFEST).write_bytes(to_json(part))
-
-    def read_and_retired(text: bytes) -> Manifest:
-        shutil.rmtree(spool, ignore_errors=True)
-        return stores_from_json(text)
-
-    stores_from_json = stores.from_json
-    monkeypatch.setattr(stores, "from_json", read_and_retired)
-    assert VersionStore(spool).part(artifact_id(part)) == part
+    for name in ("damaged", "live", "retired"):
+        (tmp_path / name / "base").mkdir(parents=True)
+        manifest = replace(part, run_id=name)
+        (tmp_path / name / "base" / MANIFEST).write_bytes(to_json(manifest) if name != "damaged" else b"{")
+    store = VersionStore(tmp_path)
+    store.prepare({"damaged", "live"})
+    assert store.part(artifact_id(replace(part, run_id="live"))) == replace(part, run_id="live")
+    assert store.part(artifact_id(replace(part, run_id="retired"))) is None
 
 
 def test_deltas_are_merged_unless_one_of_them_changed_at_rest(tmp_path: Path) -> None:
