@@ -28,6 +28,7 @@ from meshrl.training.learner import Learner
 from meshrl.training.model_config import CompileConfig
 from meshrl.training.parallel.rank_group import RankGroup
 from meshrl.training.start import join_group, load_run, open_checkpoints
+from meshrl.versions.collective.digest import sum128
 from meshrl.wire.types import RoutedShape
 
 
@@ -130,7 +131,7 @@ def releaser(device: torch.device, *, wanted: bool) -> Callable[[], None]:
 
 
 def compile_kernels(learner: Learner, *, seq_len: int) -> None:
-    """Compiles the kernels of a step while engines still load.
+    """Compiles the kernels of a step, and that of versions' digests, while engines still load.
 
     After rows of two lengths torch.compile has a graph for any length. The learner is not changed.
     """
@@ -146,6 +147,7 @@ def compile_kernels(learner: Learner, *, seq_len: int) -> None:
             seed=0,
         )
         learner.warm_up(rows)
+    sum128(torch.zeros(2, device=learner.device))
     logger.info("kernels are compiled, in {:.1f} s", time.perf_counter() - started)
 
 
