@@ -207,6 +207,24 @@ def renew_in_s(cert: Path) -> float:
     return max(0.0, (due - datetime.datetime.now(datetime.UTC)).total_seconds())
 
 
+def why_not_now(certificate: x509.Certificate) -> str:
+    """Why a certificate is not valid by this host's clock; "" while it is."""
+    now, begin, end = (
+        moment.replace(microsecond=0, tzinfo=None)
+        for moment in (
+            datetime.datetime.now(datetime.UTC), certificate.not_valid_before_utc, certificate.not_valid_after_utc,
+        )
+    )  # fmt: skip
+    if now < begin:
+        return f"is valid from {begin} UTC on, and the clock of this host is at {now}: set the clock"
+    if now > end:
+        return (
+            f"was valid until {end} UTC, and the clock of this host is at {now}: join the run under another name"
+            " (meshrl join), or set the clock"
+        )
+    return ""
+
+
 def _host_name(host: str) -> x509.GeneralName:
     canonical = canonical_host(host)
     try:

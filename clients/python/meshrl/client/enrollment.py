@@ -19,7 +19,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from google.protobuf.message import Message
 
-from meshrl.client.authority import key_hash, request_for, save_certificate
+from meshrl.client.authority import key_hash, request_for, save_certificate, why_not_now
 from meshrl.client.credentials import TRUST_FILE, Credentials
 from meshrl.client.names import canonical_host, member_name, server_name
 from meshrl.client.private import write_private
@@ -84,7 +84,7 @@ def renewal_address(folder: Path) -> str:
 def pinned_authority(address: str, ca_hash: str) -> x509.Certificate:
     """The server's authority, if its key has this hash. Blocking.
 
-    Raises UNREACHABLE, and UNAUTHENTICATED for another authority.
+    Raises UNREACHABLE, and UNAUTHENTICATED for another authority, or certificates that are not valid by the clock.
     """
     host, _, port = address.rpartition(":")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -105,6 +105,8 @@ def pinned_authority(address: str, ca_hash: str) -> x509.Certificate:
         ) from error
     for certificate in shown:
         if hmac.compare_digest(key_hash(certificate), ca_hash):
+            if why := next(filter(None, map(why_not_now, shown)), ""):
+                raise MeshError(Reason.UNAUTHENTICATED, f"the certificate of the server at {address} {why}")
             return certificate
     raise MeshError(
         Reason.UNAUTHENTICATED,

@@ -15,9 +15,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from cryptography import x509
 from loguru import logger
 
-from meshrl.client.authority import Authority, names_lack, renew_in_s
+from meshrl.client.authority import Authority, names_lack, renew_in_s, why_not_now
 from meshrl.client.credentials import (
     NAMES_VARIABLE,
     PREFIX,
@@ -63,6 +64,9 @@ def identify(tls: TlsConfig, output_dir: Path, role: Role, name: str, hosts: Seq
         named = any(os.environ.get(PREFIX + key) for key in ("FOLDER", "CA", "CERT", "KEY", "TOKEN", "TRUST"))
         if named or not os.path.exists(folder / "ca.key"):
             default_credentials()
+            cert = CredentialFiles.from_environ(os.environ).cert
+            if cert is not None and (why := why_not_now(x509.load_pem_x509_certificate(cert.read_bytes()))):
+                raise ConfigError(f"the certificate {cert} {why}")
             return None
         authority = Authority(folder)
         member = (folder / f"{role}-{name}").resolve()
