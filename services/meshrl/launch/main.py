@@ -99,7 +99,7 @@ def guests(layout: Layout, parts: Sequence[Part]) -> list[str]:
 
 
 def checkpoints(layout: Layout) -> dict[int, tuple[int, int]]:
-    """The trainer's, by step, with what tells a folder from one written again, whatever the clock is."""
+    """The trainer's, by step: inode and time of its folder, which change when it is written again."""
     found = {}
     for step in steps_in(layout.checkpoints, "trainer"):
         with suppress(FileNotFoundError):  # it is cleaned away at this moment
