@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshrl.versions.collective.digest import on_gpu, sum128, sum128_at, sum128_rows, sums_at
+from meshrl.versions.collective.digest import Words, on_gpu, sum128, sum128_at, sum128_rows, sums_at
 from meshrl.versions.deltas.codec import DeltaError, read_stream
 from meshrl.versions.deltas.on_device import decode_on_device, moved_bits
 from meshrl.wire.errors import MeshError, Reason
@@ -27,6 +27,7 @@ from meshrl.wire.tensors import DTYPES
 from meshrl.wire.types import Manifest
 
 KERNEL_CHANGES, KERNEL_PROGRAMS = 1024, 256  # of a program at once; for one part at most
+MOST_OF_ROW = 2**28
 DIGEST_VALUES = 2**22  # of a part in columns, digested at once
 _WORDS = {2: torch.int16, 4: torch.int32}
 _FILLS = ("aten::fill_", "aten::zero_")
@@ -65,6 +66,20 @@ class Move:
     @property
     def is_run(self) -> bool:
         return self.from_stride == (1,)
+
+    @property
+    def is_rows(self) -> bool:
+        """Whether it is a run in tensor and parameter, or rows of one distance each, as of experts and of columns."""
+        if self.from_stride[-1] != 1 or self.to_stride[-1] != 1:
+            return False
+        return len(self.shape) == 1 or (len(self.shape) == 2 and self.shape[1] < MOST_OF_ROW)
+
+    def words(self, held: torch.Tensor) -> Words:
+        """Of a part that `is_rows`, in the parameter on a GPU, of 2 bytes or more an element."""
+        halves = held.itemsize // 2
+        address = held.data_ptr() + self.to_offset * held.itemsize
+        rows = () if self.is_run else (self.shape[-1], self.to_stride[0], self.from_stride[0])
+        return Words(address, *(halves * each for each in (self.values, self.from_offset, *rows)))
 
     def of(self, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
         held = parameters[self.parameter]
@@ -304,17 +319,16 @@ class WeightPlacement:
         parts = [(tensor, move) for tensor, moves in self._moves.items() for move in moves]
         device = next(iter(parameters.values())).device
         lanes = torch.zeros((len(parts), 2), dtype=torch.int64, device=device)
-        runs: dict[int, tuple[int, int, int]] = {}
+        at_once: dict[bool, dict[int, Words]] = {False: {}, True: {}}
         for index, (_, move) in enumerate(parts):
             held = parameters[move.parameter]
-            if device.type == "cuda" and move.is_run and move.to_stride == (1,) and held.itemsize > 1:
-                halves = held.itemsize // 2
-                address = held.data_ptr() + move.to_offset * held.itemsize
-                runs[index] = (address, move.values * halves, move.from_offset * halves)
+            if device.type == "cuda" and held.itemsize > 1 and move.is_rows:
+                words = move.words(held)
+                at_once[words.width > 0][index] = words
             else:
                 lanes[index] = _lanes(move, move.of(parameters))
-        if runs:
-            lanes[on_gpu(list(runs), device)] = sums_at(list(runs.values()), device)
+        for alike in filter(None, at_once.values()):
+            lanes[on_gpu(list(alike), device)] = sums_at(list(alike.values()), device)
         found: dict[str, dict[str, tuple[int, Sequence[int]]]] = {tensor: {} for tensor in self._moves}
         for (tensor, move), of_part in zip(parts, lanes.tolist(), strict=True):
             found[tensor][move.part] = (move.values, of_part)

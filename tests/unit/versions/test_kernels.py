@@ -22,11 +22,22 @@ places = [0, 7, 2**33 + 1, 5]
 for aligned, shift in ((True, 0), (False, 1)):
     parts = [room[v.storage_offset() + shift :][: len(v)] for v in views]
     partial = torch.empty((len(parts), 3, 2), dtype=torch.int64)
-    rows = [((p.data_ptr() - partial.data_ptr()) // 2, len(p), first) for p, first in zip(parts, places)]
+    rows = [((p.data_ptr() - partial.data_ptr()) // 2, len(p), first, 0, 0, 0) for p, first in zip(parts, places)]
     assert not aligned or all(away % 8 == 0 for away, *_ in rows)
-    digest_words[(len(rows), 3)](torch.tensor(rows), partial, WORDS=1024, ALIGNED=aligned)
+    digest_words[(len(rows), 3)](torch.tensor(rows), partial, WORDS=1024, ALIGNED=aligned, IN_ROWS=False)
     expected = torch.stack([sum128(p, first) for p, first in zip(parts, places)])
     assert torch.equal(partial.sum(dim=1), expected), (partial.sum(dim=1), expected)
+
+# many rows in a block, many blocks in a row, and one row; with gaps in memory and in places
+shapes = [(300, 7, 9, 21), (3, 4099, 4100, 5000), (1, 1500, 0, 0), (64, 64, 64, 128)]
+partial = torch.empty((len(shapes), 3, 2), dtype=torch.int64)
+away = (room.data_ptr() - partial.data_ptr()) // 2
+rows = [(away + 3, count * width, 2**33, width, step, place) for count, width, step, place in shapes]
+digest_words[(len(rows), 3)](torch.tensor(rows), partial, WORDS=1024, ALIGNED=False, IN_ROWS=True)
+for found, (count, width, step, place) in zip(partial.sum(dim=1), shapes):
+    held = [room[3 + row * step :][:width] for row in range(count)]
+    expected = sum(sum128(each, 2**33 + row * place) for row, each in enumerate(held))
+    assert torch.equal(found, expected), (count, width)
 
 for dtype, bits in ((torch.int16, 16), (torch.int32, 32)):
     ends = torch.iinfo(dtype)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -41,25 +42,41 @@ def sum128_each(tensors: Sequence[torch.Tensor], first_words: Sequence[int]) -> 
         lanes = [sum128(tensor, first) for tensor, first in zip(tensors, first_words, strict=True)]
         return torch.stack(lanes) if lanes else torch.zeros((0, 2), dtype=torch.int64)
     whole = [_words(each.clone()) if (each.nbytes | each.data_ptr()) % 2 else each for each in tensors]
-    rows = [(each.data_ptr(), each.nbytes // 2, first) for each, first in zip(whole, first_words, strict=True)]
-    return sums_at(rows, tensors[0].device)
+    runs = [(each.data_ptr(), each.nbytes // 2, first) for each, first in zip(whole, first_words, strict=True)]
+    return sums_at([Words(*run) for run in runs], tensors[0].device)
 
 
-def sums_at(rows: Sequence[tuple[int, int, int]], device: torch.device) -> torch.Tensor:
-    """(T, 2) int64 lanes of words in a GPU's memory; rows: address, number of words, place of the first one.
+class Words(NamedTuple):
+    """16-bit words in a GPU's memory: a run, or rows of `width` each."""
+
+    address: int
+    count: int
+    first_place: int
+    width: int = 0
+    step: int = 0
+    """Words from one row to the next in memory."""
+
+    place_step: int = 0
+    """The same between their places."""
+
+
+def sums_at(parts: Sequence[Words], device: torch.device) -> torch.Tensor:
+    """(T, 2) int64 lanes of words in a GPU's memory; all are runs, or all in rows of less than 2^30.
 
     A call to torch for each tensor would each time wait for the interpreter's lock beside an engine that samples.
     """
     # compiled once a process; Triton is there only where torch has a GPU
     from meshrl.versions.collective.digest_kernel import digest_words
 
-    programs = min(KERNEL_PROGRAMS, max(1, -(-max(words for _, words, _ in rows) // KERNEL_WORDS)))
-    partial = torch.empty((len(rows), programs, 2), dtype=torch.int64, device=device)
-    near = partial.data_ptr()
-    table = [((address - near) // 2, words, first) for address, words, first in rows]
-    aligned = all(away % 8 == 0 for away, _, _ in table)
+    programs = min(KERNEL_PROGRAMS, max(1, -(-max(part.count for part in parts) // KERNEL_WORDS)))
+    partial = torch.empty((len(parts), programs, 2), dtype=torch.int64, device=device)
+    table = [((part.address - partial.data_ptr()) // 2, *part[1:]) for part in parts]
+    in_rows = parts[0].width > 0
+    aligned = not in_rows and all(away % 8 == 0 for away, *_ in table)
     with torch.cuda.device(device):  # Triton launches on the thread's device, whatever the tensor's is
-        digest_words[(len(rows), programs)](on_gpu(table, device), partial, WORDS=KERNEL_WORDS, ALIGNED=aligned)
+        digest_words[(len(parts), programs)](
+            on_gpu(table, device), partial, WORDS=KERNEL_WORDS, ALIGNED=aligned, IN_ROWS=in_rows
+        )
     return partial.sum(dim=1)
 
 

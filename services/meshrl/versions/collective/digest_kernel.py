@@ -22,16 +22,31 @@ def _terms(word, place):
 
 
 @triton.jit
-def digest_words(table_ptr, partial_ptr, WORDS: tl.constexpr, ALIGNED: tl.constexpr):
+def _offsets(first, width, step, place_step, WORDS: tl.constexpr, IN_ROWS: tl.constexpr):
+    """Of the words (WORDS,) from `first` on: their distances from the first one of all, in memory and in places."""
+    if not IN_ROWS:
+        offset = first + tl.arange(0, WORDS)
+        return offset, offset, offset
+    row = first // width
+    column = (first - row * width).to(tl.int32) + tl.arange(0, WORDS)
+    rows_on = column // width.to(tl.int32)
+    row += rows_on.to(tl.int64)
+    column -= rows_on * width.to(tl.int32)
+    return first + tl.arange(0, WORDS), row * step + column, row * place_step + column
+
+
+@triton.jit
+def digest_words(table_ptr, partial_ptr, WORDS: tl.constexpr, ALIGNED: tl.constexpr, IN_ROWS: tl.constexpr):
     """Program (t, p) of a grid (T, P) sums the two lanes of tensor t's blocks p, p + P, ... of WORDS words each.
 
-    `table` (T, 3) int64: words from `partial` to the first one in memory, how many they are, place of the first one.
+    `table` (T, 6) int64: words from `partial` to the first one in memory, how many they are, place of the first one;
+    IN_ROWS: words of a row (less than 2^30), and from one row to the next in memory and in places.
     `partial` (T, P, 2) int64. ALIGNED: all of the first are multiples of 8, so that eight words are loaded at once.
     """
     tensor, program = tl.program_id(0), tl.program_id(1)
-    away = tl.load(table_ptr + 3 * tensor)
-    num_words = tl.load(table_ptr + 3 * tensor + 1)
-    first_place = tl.load(table_ptr + 3 * tensor + 2) + 1
+    row_ptr = table_ptr + 6 * tensor
+    away, num_words, first_place = tl.load(row_ptr), tl.load(row_ptr + 1), tl.load(row_ptr + 2) + 1
+    width, step, place_step = tl.load(row_ptr + 3), tl.load(row_ptr + 4), tl.load(row_ptr + 5)
     if ALIGNED:
         away = tl.multiple_of(away, 8)
     words_ptr = partial_ptr.to(tl.pointer_type(tl.int16)) + away
@@ -39,14 +54,14 @@ def digest_words(table_ptr, partial_ptr, WORDS: tl.constexpr, ALIGNED: tl.conste
     lane_1 = tl.full((), 0, tl.int64)
     whole = num_words // WORDS
     for block in range(program, whole, tl.num_programs(1)):
-        place = tl.cast(block, tl.int64) * WORDS + tl.arange(0, WORDS)
-        term_0, term_1 = _terms(tl.load(words_ptr + place), place + first_place)
+        _, at, place = _offsets(tl.cast(block, tl.int64) * WORDS, width, step, place_step, WORDS, IN_ROWS)
+        term_0, term_1 = _terms(tl.load(words_ptr + at), place + first_place)
         lane_0 += tl.sum(term_0, axis=0)
         lane_1 += tl.sum(term_1, axis=0)
     if program == whole % tl.num_programs(1):
-        place = whole * WORDS + tl.arange(0, WORDS)
-        inside = place < num_words
-        term_0, term_1 = _terms(tl.load(words_ptr + place, mask=inside, other=0), place + first_place)
+        index, at, place = _offsets(whole * WORDS, width, step, place_step, WORDS, IN_ROWS)
+        inside = index < num_words
+        term_0, term_1 = _terms(tl.load(words_ptr + at, mask=inside, other=0), place + first_place)
         nothing = tl.zeros((WORDS,), tl.int64)
         lane_0 += tl.sum(tl.where(inside, term_0, nothing), axis=0)
         lane_1 += tl.sum(tl.where(inside, term_1, nothing), axis=0)
