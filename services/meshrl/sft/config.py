@@ -177,12 +177,6 @@ class SFTConfig(TrainingConfig):
     ckpt: CheckpointConfig | None = None
     """Checkpoints to resume from. None writes the weights after the last step alone."""
 
-    seed: int = 0
-    """Seed of everything random in training but the order of the data."""
-
-    output_dir: Path = Path("outputs")
-    """Folder for weights, checkpoints, metrics and logs."""
-
     clean_output_dir: bool = False
     """Empty output_dir first. Refused for a folder that does not look like a run's."""
 

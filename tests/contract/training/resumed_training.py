@@ -54,10 +54,7 @@ def run_part(part: dict[str, Any], model: str) -> dict[str, Any]:
         if stop in part.get("save", []):
             saved[str(stop)] = digests(kit.state(trained))
             checkpointer.progress.samples = 100 * stop
-            if part.get("in_background"):
-                checkpointer.save_async()
-            else:
-                checkpointer.save()
+            checkpointer.save(in_background=bool(part.get("in_background")))
     checkpointer.wait_for_save()
     return {
         "steps": steps,

@@ -52,11 +52,8 @@ KILLED_PROGRAM = """
             child = os.fork()
             if child == 0:
                 calls_until_death(number)
-                if in_background:
-                    checkpointer.save_async()
-                    checkpointer.wait_for_save()
-                else:
-                    checkpointer.save()
+                checkpointer.save(in_background=in_background)
+                checkpointer.wait_for_save()
                 os._exit(7)
             status = os.waitpid(child, 0)[1]
             live.rename(root / f"{in_background}-{number}")

@@ -354,7 +354,7 @@ def test_a_failure_in_the_background_is_raised_at_the_next_look(model: str, tmp_
     trained.run.step_done = 2
     (tmp_path / "checkpoints/step_2").write_text("a file where a folder should be")
     heard: list[int] = []
-    checkpointer.save_async(on_durable=lambda step, folder: heard.append(step))
+    checkpointer.save(in_background=True, on_durable=lambda step, folder: heard.append(step))
     with pytest.raises(CheckpointError, match="could not start a checkpoint"):
         checkpointer.wait_for_save()
     checkpointer.check()

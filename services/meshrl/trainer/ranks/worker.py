@@ -84,10 +84,7 @@ class RankWorker:
                 run.snapshotter = open_snapshotter(command.settings, self._learner, run.state, self._publish_dtype)
             case SaveCommand():
                 try:
-                    if command.in_background:
-                        run.checkpointer.save_async(weights_only=command.weights_only)
-                    else:
-                        run.checkpointer.save(weights_only=command.weights_only)
+                    run.checkpointer.save(weights_only=command.weights_only, in_background=command.in_background)
                 except CheckpointError as error:  # all ranks raised it, and rank 0 reports it
                     logger.error("no checkpoint of step {}: {}", run.state.step_done, error)
 

@@ -130,33 +130,32 @@ class Checkpointer:
 
     # --- saving -----------------------------------------------------------------------------------
 
-    def save(self, *, weights_only: bool = False) -> Path:
-        """Writes the state after the last step and returns its folder. The same step again is a no-op.
+    def save(
+        self,
+        *,
+        weights_only: bool = False,
+        in_background: bool = False,
+        on_durable: Callable[[int, Path], None] = lambda step, folder: None,
+    ) -> Path:
+        """Writes the state after the last step and returns its folder; waits first for the save under way.
 
-        Another run's folder there is replaced. Raises CheckpointError, on all ranks, when one of them cannot write, or
-        could not in the background.
+        `in_background` copies the state to the host's memory and writes it on a thread. `on_durable` gets the step and
+        its folder once they are on disk, on that thread. The same step again is a no-op. Another run's folder there is
+        replaced. Raises CheckpointError, on all ranks, when one of them cannot write; of a save in the background the
+        next `check`, `wait_for_save` or save raises it.
         """
         self.wait_for_save()
         with self._run.optimizer.state_open():
             job = self._job(weights_only=weights_only)
-            self._write(job)
-        return self._weights_folder(job.step) if weights_only else self._folder(job.step)
-
-    def save_async(
-        self, *, weights_only: bool = False, on_durable: Callable[[int, Path], None] = lambda step, folder: None
-    ) -> None:
-        """Copies the state to the host's memory and writes it on a thread; waits first for the save under way.
-
-        `on_durable` gets the step and its folder, on that thread. The next `check`, `wait_for_save` or save raises a
-        failure.
-        """
-        self.wait_for_save()
-        with self._run.optimizer.state_open():
-            job = self._job(weights_only=weights_only)
-            if job.tensors is not None:
+            if not in_background:
+                self._write(job)
+            elif job.tensors is not None:
                 stager = BlockingAsyncStager(cache_staged_state_dict=False)
                 job = replace(job, tensors=stager.stage(dict(job.tensors)))
         folder = self._weights_folder(job.step) if weights_only else self._folder(job.step)
+        if not in_background:
+            on_durable(job.step, folder)
+            return folder
         saving: Future[None] = Future()
 
         def work() -> None:
@@ -170,6 +169,7 @@ class Checkpointer:
 
         self._saving = saving
         threading.Thread(target=work, name="checkpoint", daemon=True).start()
+        return folder
 
     def save_as(
         self, config: CheckpointConfig, on_durable: Callable[[int, Path], None] = lambda step, folder: None
@@ -180,11 +180,7 @@ class Checkpointer:
             on_durable(step, folder)
             self.prune(config)
 
-        if config.save_async:
-            self.save_async(weights_only=config.weights_only, on_durable=written)
-        else:
-            folder = self.save(weights_only=config.weights_only)
-            written(self._run.step_done, folder)
+        self.save(weights_only=config.weights_only, in_background=config.save_async, on_durable=written)
 
     def check(self) -> None:
         """Raises the failure of a save in the background; does not wait."""
