@@ -12,10 +12,7 @@ import pytest
 from datasets import Dataset
 
 from conversations import load_conversations
-from meshrl.core.config import load_config
-from meshrl.sft.config import SFTConfig
 from meshrl.sft.data.config import DataConfig
-from meshrl.sft.main import _run_bench
 from sft_kit import make_folder, records
 
 FILE = """
@@ -71,16 +68,6 @@ def test_a_run_in_two_parts_with_wandb(folder: Path) -> None:
     assert steps[-1]["progress/num_samples"] > steps[19]["progress/num_samples"]
     assert list((folder / "out" / "wandb").glob("offline-run-*"))
     assert (folder / "out" / "weights" / "final" / "model.safetensors").is_file()
-
-
-def test_benchmarks_on_fake_data_have_the_shape_of_data(folder: Path, tmp_path: Path) -> None:
-    size = "--data.seq-len 64 --data.batch-size 4 --data.micro-batch-size 2 --output-dir"
-    command = f"@ {folder}/sft.toml --data.type fake --bench --bench.steps 2 {size} {tmp_path}"
-    config = load_config(SFTConfig, command.split(), prog="sft")
-    assert config.bench is not None
-    _run_bench(config, config.bench)
-    report = json.loads((tmp_path / "bench" / "trainer.json").read_text())
-    assert (report["seq_len"], report["tokens_per_step"]) == (64, 256)
 
 
 def test_a_dataset_saved_by_datasets_and_one_of_parquet_files_are_the_same_rows(folder: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What `sft` does before it trains: --dry-run and --clean-output-dir."""
+"""What `sft` does before it trains, or instead: --dry-run, --clean-output-dir and --bench."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 
 from meshrl.core.config import ConfigError
 from meshrl.sft import main as program
+from meshrl.sft.program import run_rank
 from meshrl_examples.model import create_model
 
 ROWS = [{"prompt": "ab", "completion": "ba"}] * 4
@@ -50,6 +51,16 @@ def test_dry_run_of_a_benchmark_reads_no_data(folder: Path, monkeypatch: pytest.
     nowhere = ["--data.name", "nowhere.jsonl", "--tokenizer.chat-template", "nowhere"]
     assert start(monkeypatch, folder, "--bench", "--dry-run", *nowhere) == 0
     assert capsys.readouterr().out.startswith("dry run: the configuration is valid")
+
+
+def test_benchmarks_on_fake_data_have_the_shape_of_data(folder: Path) -> None:
+    shape = {"type": "fake", "seq_len": 64, "batch_size": 4, "micro_batch_size": 2}
+    values = {"data": shape, "bench": {"steps": 2}, "model": {"name": str(folder / "model"), "device": "cpu"}}
+    run_rank(program.SFTConfig.model_validate({**values, "output_dir": str(folder / "out")}), 0)
+    report = json.loads((folder / "out" / "bench" / "trainer.json").read_text())
+    assert (report["seq_len"], report["tokens_per_step"]) == (64, 256)
+    bench = report["settings"]["bench"]
+    assert (bench["rows"], bench["micro_batch_size"], bench["lengths"]) == (4, 2, "fixed")
 
 
 @pytest.mark.parametrize(
