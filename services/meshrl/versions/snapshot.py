@@ -11,9 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from meshrl.versions.collective.plan import PublishPlan
 from meshrl.versions.layout import TORCH_DTYPES, dtype_name
@@ -66,27 +64,6 @@ class SideStream:
             yield
             if wait:
                 self._stream.synchronize()
-
-
-class HostCopies:
-    def __init__(self) -> None:
-        self._pinned: torch.Tensor | None = None
-        self._side = SideStream()
-
-    def bytes_of(self, snapshot: Snapshot) -> NDArray[np.uint8]:
-        """The bytes of `snapshot.flat`; of a snapshot on a GPU they are valid until the next call."""
-        if snapshot.ready is None:
-            return snapshot.flat.numpy()
-        with self._side.reading(snapshot):
-            if self._pinned is None:
-                self._pinned = torch.empty(snapshot.flat.shape, dtype=torch.uint8, pin_memory=True)
-            self._pinned.copy_(snapshot.flat, non_blocking=True)
-        return self._pinned.numpy()
-
-    def pieces_of(self, snapshot: Snapshot) -> list[tuple[int, memoryview]]:
-        data = self.bytes_of(snapshot).data
-        pieces = snapshot.plan.pieces(snapshot.sender)
-        return [(offset, data[piece.place]) for (offset, _), piece in zip(snapshot.spans, pieces, strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

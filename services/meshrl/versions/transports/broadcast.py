@@ -116,7 +116,7 @@ class BroadcastShare(SenderShare):
 
     def _copy(self, call: CopyVersion) -> Answer:
         with self._snapshot(call.version) as snapshot:
-            rows = torch.from_numpy(self._host_copies.bytes_of(snapshot))
+            rows = torch.from_numpy(self.bytes_of(snapshot))
             to_rank_0 = self._meet("gloo", CPU, call.generation, 1, call.deadline_s)
             try:
                 to_rank_0.send(replace(snapshot, flat=rows), stall_s=self.deadline_s, moved=self.progress.moved)
@@ -145,7 +145,7 @@ class BroadcastShare(SenderShare):
     def on_host(self, version: int) -> NDArray[np.uint8]:
         """This rank's rows of a version in host memory, valid until the next copy."""
         with self._snapshot(version) as snapshot:
-            rows = self._host_copies.bytes_of(snapshot)
+            rows = self.bytes_of(snapshot)
             return rows.copy() if snapshot.ready is None else rows  # the snapshot's own buffer is used again
 
     def leave(self) -> None:

@@ -243,7 +243,7 @@ class FileShare(RowShare):
 
     def _write_files(self, call: WriteFiles) -> Answer:
         with self._snapshot(call.version) as snapshot:
-            self.files(call.version, call.chunk_bytes).write(self._host_copies.pieces_of(snapshot))
+            self.files(call.version, call.chunk_bytes).write(self.pieces_of(snapshot))
         return {}
 
     def _hash_files(self, call: HashFiles) -> Answer:

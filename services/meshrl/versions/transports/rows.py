@@ -21,7 +21,7 @@ from loguru import logger
 
 from meshrl.versions.deltas.codec import joined, read_stream, write_stream
 from meshrl.versions.deltas.rule import DeltaRule
-from meshrl.versions.snapshot import Captured, whole_snapshot
+from meshrl.versions.snapshot import Captured, Snapshot, whole_snapshot
 from meshrl.versions.transports.base import Answer, Prepared, PublishCall, VersionCall, VersionLine
 from meshrl.versions.transports.rank_calls import RankCalls
 from meshrl.versions.transports.shares import EncodeRows, SenderShare, SetBase, digested, pays
@@ -84,6 +84,12 @@ class RowShare(SenderShare):
         if self.share:
             self.delta_path(self.share).write_bytes(write_stream(self.base.pieces).data)
         return {}
+
+    def pieces_of(self, snapshot: Snapshot) -> list[tuple[int, memoryview]]:
+        """(offset in the version's byte stream, bytes) as of `bytes_of`."""
+        data = self.bytes_of(snapshot).data
+        pieces = snapshot.plan.pieces(snapshot.sender)
+        return [(offset, data[piece.place]) for (offset, _), piece in zip(snapshot.spans, pieces, strict=True)]
 
     def delta_path(self, share: int) -> Path:
         return self.folder / f"delta-{self.epoch}.{share}"

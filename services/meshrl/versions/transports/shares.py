@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from meshrl.versions.deltas.base_rows import BaseRows
 from meshrl.versions.deltas.digests import with_lanes
 from meshrl.versions.deltas.rule import DeltaRule
 from meshrl.versions.progress import Progress
-from meshrl.versions.snapshot import HeldSnapshot, HostCopies, SideStream, Snapshot
+from meshrl.versions.snapshot import HeldSnapshot, SideStream, Snapshot
 from meshrl.versions.transports.base import Answer, PublishCall, VersionCall
 from meshrl.wire.types import TensorEntry
 
@@ -46,7 +47,8 @@ class SenderShare:
         self.progress = Progress()
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="version-rows")
         self.base = BaseRows(self._threads, self.progress)
-        self._host_copies, self._side = HostCopies(), SideStream()
+        self._side = SideStream()
+        self._pinned: torch.Tensor | None = None
         self._lock = threading.Lock()
         self._reading = False
 
@@ -66,6 +68,16 @@ class SenderShare:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False)
+
+    def bytes_of(self, snapshot: Snapshot) -> NDArray[np.uint8]:
+        """In host memory; of a snapshot on a GPU they are valid until the next call."""
+        if snapshot.ready is None:
+            return snapshot.flat.numpy()
+        with self._side.reading(snapshot):
+            if self._pinned is None:
+                self._pinned = torch.empty(snapshot.flat.shape, dtype=torch.uint8, pin_memory=True)
+            self._pinned.copy_(snapshot.flat, non_blocking=True)
+        return self._pinned.numpy()
 
     def _encode(self, call: EncodeRows) -> Answer:
         with self._snapshot(call.version) as snapshot, self._side.reading(snapshot):

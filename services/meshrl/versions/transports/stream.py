@@ -37,7 +37,7 @@ class StreamShare(RowShare):
         return self.folder / f"full-{self.epoch}"
 
     def on_host(self, version: int) -> Bytes:
-        return self._host_copies.bytes_of(self.held.get(version, deadline_s=self.deadline_s))
+        return self.bytes_of(self.held.get(version, deadline_s=self.deadline_s))
 
     def _write_rows(self, call: WriteRows) -> Answer:
         with self._snapshot(call.version) as snapshot, self.full_path.open("r+b", buffering=0) as file:
@@ -47,7 +47,7 @@ class StreamShare(RowShare):
                 write_at(file.fileno(), data, offset)
                 self.progress.moved()
 
-            in_threads(self._threads, put, in_slices(self._host_copies.pieces_of(snapshot)))
+            in_threads(self._threads, put, in_slices(self.pieces_of(snapshot)))
         return {}
 
 
