@@ -1,8 +1,9 @@
 """The bytes of versions at a hub or a relay: streamed versions in a spool folder, publishers' files by reference.
 
-`<spool>/<artifact_id>/` holds `manifest.json`, for a streamed version `payload`, and for a delta the chain of versions
-below it (`deltas.chains`). The hub deletes, since it knows who may still fetch: its spool, and a publisher's files if
-the manifest of the same artifact lies beside them.
+`<spool>/<artifact_id>/` holds `manifest.json` and, for a streamed version, `payload`. The hub deletes, since it knows
+who may still fetch: its spool, and a publisher's files if the manifest of the same artifact lies beside them. An engine
+that may fetch a delta can fetch its whole chain, so a retired version stays until no delta leads on from it; its folder
+has the file `retired`.
 
 Blocking. Safe for threads as long as no artifact is deleted while it is used.
 """
@@ -13,7 +14,7 @@ import errno
 import os
 import shutil
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from loguru import logger
 
 from meshrl.core.durable import write_file
 from meshrl.versions.deltas import chains
-from meshrl.versions.deltas.chains import MANIFEST, PAYLOAD
+from meshrl.versions.deltas.chains import JOINED, MANIFEST, PAYLOAD
 from meshrl.versions.version_bytes import VersionBytes, room_for
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import artifact_id as artifact_id_of
@@ -29,108 +30,114 @@ from meshrl.wire.manifest_file import from_json, manifest_path, open_regular, to
 from meshrl.wire.saved_steps import step_of
 from meshrl.wire.types import Chunk, Manifest, Transport, VersionKind
 
+RETIRED = "retired"
 SPARE_BYTES = 2**20  # never used by versions: the log needs room to say what becomes of them
+
+Chain = Mapping[str, VersionBytes]
+"""A delta and the versions below it, by artifact, the anchor first."""
 
 
 class VersionStore:
     """`artifacts`: those that are not retired, by id."""
 
-    def __init__(self, spool_dir: Path) -> None:
-        self._spool_dir = spool_dir
+    def __init__(self, spool_dir: Path, *, keeps_chains: bool = True) -> None:
+        """`keeps_chains`: what deltas lead on from stays, as at a hub."""
+        self._spool_dir, self._keeps_chains = spool_dir, keeps_chains
         self.artifacts: dict[str, VersionBytes] = {}
         # Parts of the chains of deltas: retired versions, and merged deltas, by artifact.
         self._parts: dict[str, VersionBytes] = {}
-        self._chains: dict[str, chains.Chain] = {}  # by the artifact of its last version, so that none is read twice
+        self._chains: dict[str, Chain] = {}  # of deltas, by artifact
         self._damaged: set[str] = set()  # artifacts that changed at rest
-        self._merging = threading.Lock()
+        self._merging, self._changing = threading.Lock(), threading.Lock()
 
     def prepare(self, live: Collection[str]) -> None:
-        """Loads the manifests of `live` artifacts from the spool and deletes the rest."""
+        """Loads `live` artifacts from the spool, and what they lead on from, and deletes the rest."""
         self._spool_dir.mkdir(parents=True, exist_ok=True)
-        folders = [folder for folder in self._spool_dir.iterdir() if folder.is_dir()]
-        for folder in folders:
-            if folder.name not in live:
-                continue
+        for folder in [folder for folder in self._spool_dir.iterdir() if folder.is_dir()]:
             try:
                 manifest = from_json((folder / MANIFEST).read_bytes())
             except (OSError, ValueError) as error:  # engines that need it will be refused; the publisher can restage
-                logger.error("manifest of artifact {} is lost: {}", folder.name, error)
+                if folder.name in live:
+                    logger.error("manifest of artifact {} is lost: {}", folder.name, error)
+                else:
+                    shutil.rmtree(folder, ignore_errors=True)
                 continue
-            self.artifacts[folder.name] = self._load(manifest, folder)
-        for folder in folders:
-            if folder.name not in live:
-                self.delete(folder.name, ())
-        for path in self._spool_dir.glob(f"*/*/**/{MANIFEST}"):  # which an earlier start has named to engines
-            with suppress(OSError, ValueError):  # damaged: it cannot be fetched
-                part = from_json(path.read_bytes())
-                self._parts[artifact_id_of(part)] = chains.stored(part, path.parent)
+            if folder.name in live:
+                self.artifacts[folder.name] = self._load(manifest, folder)
+            elif (folder / RETIRED).exists():
+                self._parts[folder.name] = chains.stored(manifest, folder)
+            else:  # the hub ended before it was deleted, or marked
+                self._parts[folder.name] = self._load(manifest, folder)
+            for path in folder.glob(f"{JOINED}/*/{MANIFEST}"):
+                with suppress(OSError, ValueError):  # damaged: it cannot be fetched
+                    merged = from_json(path.read_bytes())
+                    self._parts[artifact_id_of(merged)] = chains.stored(merged, path.parent)
+        known = {**self._parts, **self.artifacts}
+        for artifact_id, held in self.artifacts.items():
+            if self._has_chain(held.manifest) and (chain := _chain_of(artifact_id, known)) is not None:
+                self._chains[artifact_id] = chain
+        self._delete_unneeded()
+
+    def _has_chain(self, manifest: Manifest) -> bool:
+        return self._keeps_chains and manifest.kind is VersionKind.DELTA and manifest.transport is not Transport.NCCL
 
     def _load(self, manifest: Manifest, folder: Path) -> VersionBytes:
         held = VersionBytes(manifest, file=folder / PAYLOAD)
-        if held.missing and (folder / PAYLOAD).exists():
-            held.find()
+        if held.missing:
+            with (folder / PAYLOAD).open("ab") as payload:  # a hub may have ended before it had all its bytes
+                has_bytes = payload.tell() > 0
+                payload.truncate(manifest.payload_bytes)
+            if has_bytes:
+                held.find()
         return held
 
-    def open(self, artifact_id: str, manifest: Manifest, *, with_base: bool = True) -> None:
-        """Makes room for an artifact, once; `with_base`: a delta keeps its chain below it, as at a hub.
+    def open(self, artifact_id: str, manifest: Manifest) -> None:
+        """Makes room for an artifact, once.
 
         Raises OVERLOADED without room, UNKNOWN_VERSION for a delta whose base is not here, or not whole.
         """
         if artifact_id in self.artifacts:
             return
         folder = self._spool_dir / artifact_id
+        if self._has_chain(manifest):
+            with self._changing:
+                self._chains[artifact_id] = {**self._base_of(manifest), artifact_id: chains.stored(manifest, folder)}
         with room_for(manifest, self._spool_dir):
             folder.mkdir(parents=True, exist_ok=True)
-            if _has_chain(manifest) and with_base:
-                below = chains.link_base(self._base_of(manifest), folder)
-                self._chains[artifact_id] = {**below, artifact_id: chains.stored(manifest, folder)}
+            (folder / RETIRED).unlink(missing_ok=True)
             write_file(folder / MANIFEST, to_json(manifest))
-            if manifest.transport is Transport.STREAM:
-                if shutil.disk_usage(folder).free < manifest.payload_bytes + SPARE_BYTES:
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                with (folder / PAYLOAD).open("ab") as payload:
-                    payload.truncate(manifest.payload_bytes)
-        self.artifacts[artifact_id] = self._load(manifest, folder)
+            streamed = manifest.transport is Transport.STREAM
+            if streamed and shutil.disk_usage(folder).free < manifest.payload_bytes + SPARE_BYTES:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self.artifacts[artifact_id] = self._load(manifest, folder)
 
     def check_base(self, artifact_id: str, manifest: Manifest) -> None:
         """Raises UNKNOWN_VERSION for a delta whose base is not here, not whole or has changed."""
-        if _has_chain(manifest) and artifact_id not in self.artifacts:
+        if self._has_chain(manifest) and artifact_id not in self.artifacts:
             self._base_of(manifest)
 
-    def _base_of(self, manifest: Manifest) -> chains.Chain:
+    def _base_of(self, manifest: Manifest) -> Chain:
         for artifact_id, base in list(self.artifacts.items()):
-            if base.manifest.result_root != manifest.base_root or base.manifest.version != manifest.base_version:
+            if not _is_base(base, manifest):
                 continue
-            if base.manifest.transport is Transport.NCCL or base.missing:
-                continue
-            try:
-                chain = self._chain(artifact_id, base)
-            except (OSError, ValueError) as error:  # retired meanwhile, or damaged
-                logger.warning("the chain of version {} is gone: {!r}", base.manifest.version, error)
-                continue
-            if not self._damaged.intersection(chain):
+            chain = self._chains.get(artifact_id) if self._has_chain(base.manifest) else {artifact_id: base}
+            if chain is None:
+                logger.warning("the chain of version {} is gone", base.manifest.version)
+            elif not self._damaged.intersection(chain):
                 return chain
         text = f"version {manifest.version} is a delta from version {manifest.base_version}, which is not at this hub"
         raise MeshError(Reason.UNKNOWN_VERSION, f"{text}; send the version in full")
 
-    def _chain(self, artifact_id: str, version: VersionBytes) -> chains.Chain:
-        chain = self._chains.get(artifact_id)
-        if chain is None:
-            chain = self._chains[artifact_id] = chains.chain_of(version.manifest, version.folder)
-        return chain
-
     def steps(self, artifact_id: str, held_root: bytes, *, whole: bool) -> tuple[Manifest, ...]:
         """The manifests that an engine applies to reach a delta; all of them can be read then. Parameters as of
         `chains.steps_to`. Raises UNKNOWN_VERSION when parts of the chain are gone."""
-        artifact = self.held(artifact_id)
+        version, chain = self.held(artifact_id).manifest.version, self._chains.get(artifact_id)
+        if chain is None:
+            raise MeshError(Reason.UNKNOWN_VERSION, f"the chain of version {version} is gone")
         with self._merging:  # deltas are merged once
-            try:
-                chain = self._chain(artifact_id, artifact)
-                found = chains.steps_to(list(chain.values()), held_root, whole=whole)
-            except (OSError, ValueError) as error:
-                text = f"the chain of version {artifact.manifest.version} is gone: {error}"
-                raise MeshError(Reason.UNKNOWN_VERSION, text) from error
-        self._parts.update((artifact_id_of(part.manifest), part) for part in found)
+            found = chains.steps_to(list(chain.values()), held_root, whole=whole)
+        merged = (part for part in found if part not in chain.values())
+        self._parts.update((artifact_id_of(part.manifest), part) for part in merged)
         return tuple(part.manifest for part in found)
 
     def part(self, artifact_id: str) -> Manifest | None:
@@ -156,23 +163,55 @@ class VersionStore:
     def delete(self, artifact_id: str, paths: Sequence[str]) -> None:
         """Deletes the spool of an artifact and those of its publisher's files that may go; logs errors.
 
-        Files of a full version stay as long as a delta leads on from it.
+        It stays as long as a delta leads on from it.
         """
-        self.artifacts.pop(artifact_id, None)
-        self._chains.pop(artifact_id, None)
+        with self._changing:
+            held = self.artifacts.pop(artifact_id, None)
+            self._chains.pop(artifact_id, None)
+            stays = any(artifact_id in chain for chain in self._chains.values())
+            if held is not None and stays:
+                self._parts[artifact_id] = held
+        if stays:
+            with suppress(OSError):  # a full disk: then a later start checks its bytes
+                (self._spool_dir / artifact_id / RETIRED).touch()
+        else:
+            self._remove(artifact_id, paths)
+        self._delete_unneeded()
+
+    def _delete_unneeded(self) -> None:
+        with self._changing:
+            needed = {*self.artifacts, *(name for chain in self._chains.values() for name in chain)}
+            unneeded = [
+                part
+                for name, part in self._parts.items()
+                if name not in needed and part.folder.parent == self._spool_dir
+            ]
+        for part in unneeded:
+            was_retired = (part.folder / RETIRED).exists()
+            self._remove(part.folder.name, [file.path for file in part.manifest.files] if was_retired else ())
+
+    def _remove(self, artifact_id: str, paths: Sequence[str]) -> None:
         folder = self._spool_dir / artifact_id
         self._parts = {name: part for name, part in self._parts.items() if not part.folder.is_relative_to(folder)}
-        files = {artifact_id: list(map(Path, paths)), **chains.files_below(folder)}
         shutil.rmtree(folder, ignore_errors=True)
-        for other in self.artifacts:
-            for needed in (other, *chains.files_below(self._spool_dir / other)):
-                files.pop(needed, None)
-        for name, of_one in files.items():
-            _delete_files(name, of_one)
+        _delete_files(artifact_id, list(map(Path, paths)))
 
 
-def _has_chain(manifest: Manifest) -> bool:
-    return manifest.kind is VersionKind.DELTA and manifest.transport is not Transport.NCCL
+def _is_base(held: VersionBytes, delta: Manifest) -> bool:
+    base = held.manifest
+    same = (base.result_root, base.version) == (delta.base_root, delta.base_version)
+    return same and base.transport is not Transport.NCCL and not held.missing
+
+
+def _chain_of(artifact_id: str, known: Mapping[str, VersionBytes]) -> Chain | None:
+    """None where a part of it is gone."""
+    chain = {artifact_id: known[artifact_id]}
+    while (manifest := known[artifact_id].manifest).kind is VersionKind.DELTA:
+        bases = (name for name, held in known.items() if _is_base(held, manifest))
+        if (base := next(bases, None)) is None:
+            return None
+        artifact_id, chain = base, {base: known[base], **chain}
+    return chain
 
 
 def _delete_files(artifact_id: str, paths: Sequence[Path]) -> None:

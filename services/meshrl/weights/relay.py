@@ -41,7 +41,7 @@ class Relay:
     ) -> None:
         self._upstream = upstream
         self._spool_dir = spool_dir / "relayed"
-        self._store = VersionStore(self._spool_dir)
+        self._store = VersionStore(self._spool_dir, keeps_chains=False)
         self._bytes = ByteServer(self._store, max_chunk_bytes=max_chunk_bytes)
         self._downloader = Downloader(upstream, limits)
         self._keep_versions = keep_versions
@@ -103,7 +103,7 @@ class Relay:
             raise MeshError(Reason.NOT_SUPPORTED, f"version {manifest.version} travels in a group, not by relays")
         if manifest.transport is Transport.FILESYSTEM:  # whose files are at another site
             manifest = replace(manifest, transport=Transport.STREAM, files=())
-        await asyncio.to_thread(self._store.open, artifact_id, manifest, with_base=False)
+        await asyncio.to_thread(self._store.open, artifact_id, manifest)
         self._pull_changed.beat()
         came = await self._downloader.pull(self._store.held(artifact_id), artifact_id, lambda _: self._bytes.changed())
         text = "version {} is here: {} bytes came, it has {}, artifact {}"

@@ -73,6 +73,25 @@ def test_a_version_larger_than_the_room_is_refused_before_any_of_it_comes(disk: 
     assert store.held(artifact).missing_offsets() == (0, CHUNK_BYTES)
 
 
+@pytest.mark.parametrize("payload", [None, b""])
+def test_a_hub_that_was_killed_before_a_version_had_room_takes_it_after_its_next_start(
+    tmp_path: Path, payload: bytes | None
+) -> None:
+    manifest = made()
+    artifact = artifact_id(manifest)
+    VersionStore(tmp_path).open(artifact, manifest)
+    (tmp_path / artifact / "payload").unlink()
+    if payload is not None:
+        (tmp_path / artifact / "payload").write_bytes(payload)
+    store = VersionStore(tmp_path)
+    store.prepare({artifact})
+    store.open(artifact, manifest)
+    assert store.held(artifact).missing_offsets() == (0, CHUNK_BYTES)
+    for offset in (0, CHUNK_BYTES):
+        store.held(artifact).write(chunk(offset))
+    assert b"".join(bytes(piece.data) for piece in store.read(artifact, 0, len(DATA), CHUNK_BYTES)) == DATA
+
+
 def test_an_engine_whose_shared_memory_fills_up_refuses_a_version_and_goes_on_once_there_is_room(disk: Path) -> None:
     spool = Spool(disk, "engine")
     room = spool.room_for(made(), for_writes=True)
