@@ -15,7 +15,6 @@ from meshrl.core.config.typed import changed
 from meshrl.core.slurm.config import DeploymentType, SlurmConfig
 from meshrl.sft.data.config import DataConfig
 from meshrl.training.config import CheckpointConfig, OptimConfig, TrainingConfig
-from meshrl.training.model_config import TrainerModelConfig
 from meshrl.training.parallel.deployment import DeploymentConfig
 
 
@@ -139,9 +138,6 @@ class TextSettings:
 
 class SFTConfig(TrainingConfig):
     """Fine-tunes a model on conversations."""
-
-    model: TrainerModelConfig = TrainerModelConfig()
-    """The model to start from. Master weights are float32; dtype is what it computes in."""
 
     data: DataConfig = DataConfig()
     """Training data."""

@@ -38,11 +38,7 @@ class StartFrom(BaseConfig):
     """A checkpoint of another run."""
 
     run_id: str
-    """The run."""
-
     step: int
-    """Its step."""
-
     with_optimizer: bool
     """Whether optimizer, schedule and step go on; else the weights start at step 0."""
 
@@ -55,20 +51,10 @@ class RunSettings(BaseConfig):
     """Its adapter; None trains every parameter of the model."""
 
     optim: OptimConfig = OptimConfig()
-    """The optimizer."""
-
     scheduler: SchedulerConfig = SchedulerConfig()
-    """The learning rate over the steps."""
-
     loss: LossConfig = LossConfig()
-    """The policy loss."""
-
     ckpt: CheckpointConfig | None = None
-    """Checkpoints; off unless given."""
-
     seed: int = 0
-    """Seed of everything random in its training."""
-
     adapter_seed: int = 0
     """Seed of the adapter's first values."""
 
@@ -76,14 +62,8 @@ class RunSettings(BaseConfig):
     """Share of the trainer's time, relative to that of other runs with work."""
 
     max_queued_batches: int = Field(default=2, ge=1)
-    """Batches that may wait while one trains."""
-
     max_steps: int | None = Field(default=None, ge=1)
-    """Steps to train; None means no end."""
-
     labels: dict[str, str] = Field(default_factory=dict)
-    """Words of the caller's own."""
-
     start_from: StartFrom | None = None
     """Where it starts without a checkpoint of its own; None is the base model."""
 
