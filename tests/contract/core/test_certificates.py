@@ -407,3 +407,6 @@ def test_an_authority_signs_no_name_of_a_role_and_no_broken_request(authority: A
     assert (tmp_path / "key.pem").stat().st_mode & 0o777 == 0o600
     with pytest.raises(CredentialError, match=r"tls.cert is set without tls.key; set both"):
         credentials_of(CredentialFiles(cert=tmp_path / "cert.pem"))
+    (tmp_path / "token").write_text(f"token    id.secret\nca-hash  {authority.fingerprint}\n")  # all that was printed
+    with pytest.raises(CredentialError, match=r"holds no token; write there ID\.SECRET alone"):
+        credentials_of(CredentialFiles(token=tmp_path / "token"))

@@ -7,6 +7,7 @@ a certificate of the same authority; without one, callers show a token.
 from __future__ import annotations
 
 import os
+import re
 import sqlite3
 import ssl
 from collections.abc import Mapping, Sequence
@@ -135,6 +136,11 @@ class CredentialFiles:
                 raise CredentialError(
                     f"tls.{each.name} {str(path)!r} cannot be read; give the path of a file that is there and yours"
                 )
+        if self.token is not None and not re.fullmatch(rb"\s*[!-~]+\s*", self.token.read_bytes()):
+            raise CredentialError(
+                f"tls.token {str(self.token)!r} holds no token; write there ID.SECRET alone, as"
+                " `meshrl token create` prints it"
+            )
         if self.cert is not None and self.key is not None:
             try:
                 ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(self.cert, self.key)
