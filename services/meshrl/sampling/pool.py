@@ -347,6 +347,7 @@ class RolloutPool:
             if self.table.all_away(place.environment, now_s, self._unreachable_s):
                 hosts = self.table.hosting(place.environment)
                 name = "rollout service" if len(hosts) == 1 else "rollout services"
+                doing += f", and stayed away for {self._unreachable_s:g} s (deadlines.unreachable_s)"
                 raise failed(name, " and ".join(one.address for one in hosts), doing, error) from error
             return
         wait_s = place.patience.wait_s(error, now_s)

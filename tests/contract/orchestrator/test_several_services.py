@@ -187,6 +187,15 @@ async def test_a_group_goes_on_as_soon_as_its_service_is_seen_to_be_back(script)
     assert (len(group.rollouts), group.lost, group.cut_short) == (2, 0, "")
 
 
+async def test_a_service_that_stays_away_ends_the_run_with_the_key_of_its_patience(script) -> None:
+    script.engine_version = 0
+    only = Host(script, {"echo": 50})
+    async with hosts(only) as addresses, pooled(addresses, unreachable_s=0.2) as pool:
+        await only.kill()
+        with pytest.raises(RunError, match=r"stayed away for 0\.2 s \(deadlines\.unreachable_s\): "):
+            await asyncio.wait_for(sampler_of(pool).sample(ticket(size=2), sampling=Sampling()), 60.0)
+
+
 async def test_a_service_that_is_away_is_looked_at_more_often(script, monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
 

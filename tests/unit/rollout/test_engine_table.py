@@ -1,11 +1,14 @@
 """Which engine a model call goes to."""
 
+import asyncio
+
 import pytest
 
+from meshrl.rollout.config import ClientConfig
 from meshrl.rollout.engines.capacity import EngineCapacity, RolloutLimit
 from meshrl.rollout.engines.engine_rate import CallTiming
 from meshrl.rollout.engines.engine_table import EngineTable, Requirement
-from meshrl.rollout.engines.router import version_of
+from meshrl.rollout.engines.router import EngineRouter, version_of
 
 
 def pool(**versions: int | None) -> EngineTable:
@@ -175,3 +178,15 @@ def test_calls_of_a_run_go_where_its_adapter_is_and_by_its_own_version() -> None
     assert table.newest(Requirement(run_id="b")) == 9
     table.lose("http://one")
     assert table.newest(Requirement(run_id="b")) == 7
+
+
+async def test_an_engine_that_takes_connections_and_answers_nothing_is_named_with_a_reason():
+    async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(say_nothing, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    engines = EngineTable([url])
+    async with server, EngineRouter(engines, ClientConfig(probe_deadline_s=0.1)):
+        assert engines.listed[0].trouble == f"{url} does not answer: TimeoutError"

@@ -112,7 +112,8 @@ class StepWatcher:
                 away = error
             except TimeoutError:  # away for as long as it may be
                 assert away is not None
-                raise failed("trainer", self._client.address, "reporting its steps", away) from away
+                doing = f"reporting its steps, and stayed away for {self._unreachable_s:g} s (deadlines.unreachable_s)"
+                raise failed("trainer", self._client.address, doing, away) from away
             await self._clock.sleep(min(AGAIN_S, self._unreachable_s))
 
     async def _read_stream(self) -> None:

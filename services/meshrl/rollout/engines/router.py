@@ -349,10 +349,11 @@ class EngineRouter:
                 else:
                     self.engines.lose(engine.url)
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            why = f"{engine.url} does not answer: {str(error) or type(error).__name__}"  # a timeout has no text
             if engine.healthy:
-                logger.warning("engine {} does not answer: {}", engine.url, error or type(error).__name__)
+                logger.warning("engine {}", why)
             self._note_answer(engine, answers=False)
-            self.engines.lose(engine.url, f"{engine.url} does not answer: {error or type(error).__name__}")
+            self.engines.lose(engine.url, why)
 
     def _lock_out(self, engine: KnownEngine, why: str) -> None:
         if engine.trouble != why:
