@@ -364,13 +364,13 @@ async def test_a_wrong_clock_and_a_certificate_that_has_expired_are_named_before
     expired = member(authority, Role.ROLLOUT, "away", ttl_s=-1.0)
     monkeypatch.setattr("meshrl.client.authority.BACKDATED_S", -3600.0)  # as if this host's clock were an hour behind
     late = member(authority, Role.HUB, "late", ttl_s=7200.0)
-    for files, said in ((expired, "was valid until"), (late, r"is valid from .* set the clock")):
+    for files, said in ((expired, "was valid until"), (late, r"is valid from .* set the one that is wrong")):
         monkeypatch.setattr(os, "environ", {**os.environ, **files.variables()})
         with pytest.raises(ConfigError, match=said):
             identify(TlsConfig(), tmp_path, Role.ROLLOUT, "any")
     token = authority.trust.add_token(Role.ROLLOUT)
     async with serving(credentials_of(late)) as address:
-        with pytest.raises(MeshError, match=r"is valid from .* set the clock"):
+        with pytest.raises(MeshError, match=r"is valid from .* set the one that is wrong"):
             await join(tmp_path / "w", address, token=token, ca_hash=authority.fingerprint, name="w")
 
 

@@ -119,7 +119,9 @@ class TestOpening:
     def test_an_older_trainer_is_refused_and_a_newer_one_takes_over(self, hub: Hub) -> None:
         hub.engine("a")
         hub.open(epoch=2)
-        assert refusal(hub, epoch=1).reason is Reason.STALE_EPOCH
+        stale = refusal(hub, epoch=1)
+        assert stale.reason is Reason.STALE_EPOCH
+        assert str(stale).endswith("or this one lost its file trainer_epoch and needs 2 in it")
         assert refusal(hub, epoch=2, run_id="other").reason is Reason.RUN_LIMIT_REACHED
         made = manifest(0, epoch=2)
         hub.seal(made)

@@ -216,7 +216,7 @@ def why_not_now(certificate: x509.Certificate) -> str:
         )
     )  # fmt: skip
     if now < begin:
-        return f"is valid from {begin} UTC on, and the clock of this host is at {now}: set the clock"
+        return f"is valid from {begin} UTC on, and the clock of this host is at {now}: set the one that is wrong"
     if now > end:
         return (
             f"was valid until {end} UTC, and the clock of this host is at {now}: join the run under another name"

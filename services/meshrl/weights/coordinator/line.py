@@ -161,7 +161,8 @@ class RunLine:
                 raise MeshError(
                     Reason.VERSION_CONFLICT,
                     f"version {key.version} of epoch {key.epoch} is {known.state.value} with artifact "
-                    f"{known.artifact_id}, got {artifact}; abort it first or publish the next version",
+                    f"{known.artifact_id}, got {artifact}; abort it first or publish the next version"
+                    f" (a trainer that lost its file trainer_epoch needs {self.epoch} in it)",
                 )
             return known, [self._log.save(known)] if artifact == known.copy else []
         decided = self.records.newest_decided()
@@ -590,7 +591,8 @@ class RunLine:
         if epoch < self.epoch:
             raise MeshError(
                 Reason.STALE_EPOCH,
-                f"epoch {epoch} is over: epoch {self.epoch} began; a newer trainer of this run owns the hub",
+                f"epoch {epoch} is over: epoch {self.epoch} began; a newer trainer of this run owns the hub, or"
+                f" this one lost its file trainer_epoch and needs {self.epoch} in it",
             )
 
     def _owned(self, epoch: int, version: int) -> VersionRecord:
