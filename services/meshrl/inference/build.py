@@ -39,22 +39,6 @@ class EngineChoice:
     cost: str = ""  # a warning about its speed, where `auto` has no better choice
 
 
-def choose_engine(config: InferenceConfig) -> EngineChoice:
-    """Raises ValueError for keys that the engine lacks, and for sleeping without a GPU."""
-    has_vllm, has_gpu = importlib.util.find_spec("vllm") is not None, torch.cuda.is_available()
-    choice = decide(config.engine, config.model.device, has_vllm=has_vllm, has_gpu=has_gpu)
-    if choice.cost:
-        logger.warning(choice.cost)
-    if choice.engine == "embedded" and config.vllm_only:
-        raise ValueError(f"{only_vllm(config.vllm_only)} (engine = '{config.engine}': {choice.reason})")
-    if config.sleep_while_training and not has_gpu:
-        raise ValueError(
-            "inference.sleep_while_training needs a GPU: vLLM has no sleep mode on a CPU; leave it out, or run on a"
-            " machine with a GPU"
-        )
-    return choice
-
-
 def decide(engine: Literal["auto", "embedded", "vllm"], device: str, *, has_vllm: bool, has_gpu: bool) -> EngineChoice:
     if engine != "auto":
         return EngineChoice(engine=engine, reason="as configured")
@@ -80,7 +64,17 @@ async def open_engine(
     if a changed configuration would help.
     """
     start = start or Start()
-    choice = choose_engine(config)
+    has_vllm, has_gpu = importlib.util.find_spec("vllm") is not None, torch.cuda.is_available()
+    choice = decide(config.engine, config.model.device, has_vllm=has_vllm, has_gpu=has_gpu)
+    if choice.cost:
+        logger.warning(choice.cost)
+    if choice.engine == "embedded" and config.vllm_only:
+        raise ValueError(f"{only_vllm(config.vllm_only)} (engine = '{config.engine}': {choice.reason})")
+    if config.sleep_while_training and not has_gpu:
+        raise ValueError(
+            "inference.sleep_while_training needs a GPU: vLLM has no sleep mode on a CPU; leave it out, or run on a"
+            " machine with a GPU"
+        )
     logger.info("the engine is {}: {}", choice.engine, choice.reason)
     if choice.engine == "vllm":
         from meshrl.inference.vllm.build import open_vllm_engine  # vLLM is an extra, and takes seconds to import

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from contextlib import suppress
+from contextlib import aclosing, suppress
 
 from aiohttp import web
 from loguru import logger
@@ -79,7 +79,7 @@ class _Beside:
             trust_request_chat_template=config.trust_request_chat_template,
         )
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         if self._loading is not None:
             self._loading.cancel()
         if self.ahead is not None:
@@ -88,72 +88,65 @@ class _Beside:
 
 async def serve(config: InferenceConfig, stop: asyncio.Event, tracer: Tracer) -> int:
     """Drains once `stop` is set; returns the exit code. Raises ConfigError for a bind or key that is not allowed."""
-    beside = _Beside(config, start_of(tracer))
-    try:
-        return await _serve(config, stop, tracer, beside)
-    finally:
-        await beside.close()
-
-
-async def _serve(config: InferenceConfig, stop: asyncio.Event, tracer: Tracer, beside: _Beside) -> int:
     tls = server_context()
     check_bind(config.server, encrypted=tls is not None)
     api_key = read_secret(
         "inference.api_key", config.api_key, file=config.api_key_file, variable=config.api_key_var, environ=os.environ
     )
-    try:
-        with waits_of(tracer).waiting("start", f"its engine of {config.model.name} to come up"):
-            opening = open_engine(config, start_of(tracer), meanwhile=beside.begin)
-            engine = await unless_stopped(stop, opening)
-        codec = await beside.codec(engine.max_model_len)
-    except StoppedError:  # a large model takes minutes: whoever stops the program need not wait for it
-        return 0
-    except (ModelError, ValueError) as error:  # a configuration that no retry mends: say it once, without a traceback
-        logger.error("{}", error)
-        return 2
-    membership = Membership(
-        engine_id=config.engine_id,
-        engine_pool=config.engine_pool,
-        broadcast=config.weight_broadcast,
-        output_dir=config.output_dir,
-    )
-    follower = HubFollower(engine, membership, url=config.url or "", waits=waits_of(tracer), ahead=beside.ahead)
-    server = InferenceServer(
-        engine,
-        model_name=config.served_model_name or config.model.name,
-        codec=codec,
-        base_model=config.model.name,
-        request_deadline_s=config.request_deadline_s,
-        api_key=api_key,
-        admin_key=os.environ.get(ADMIN_KEY),
-        follower=follower,
-    )
-    runner = web.AppRunner(server.app(), handler_cancellation=True, access_log=None)
-    await runner.setup()
-    freeze_loaded()
-    site = web.TCPSite(runner, config.server.host, config.server.port, backlog=1024, ssl_context=tls)
-    try:
-        await site.start()
-    except OSError as error:
-        logger.error("cannot listen on {}:{}: {}; set server.port", config.server.host, config.server.port, error)
-        await engine.close()
+    async with aclosing(_Beside(config, start_of(tracer))) as beside:
+        try:
+            with waits_of(tracer).waiting("start", f"its engine of {config.model.name} to come up"):
+                opening = open_engine(config, start_of(tracer), meanwhile=beside.begin)
+                engine = await unless_stopped(stop, opening)
+            codec = await beside.codec(engine.max_model_len)
+        except StoppedError:  # a large model takes minutes, and a stop need not wait for it
+            return 0
+        except (ModelError, ValueError) as error:  # a configuration that no retry mends: one line, no traceback
+            logger.error("{}", error)
+            return 2
+        membership = Membership(
+            engine_id=config.engine_id,
+            engine_pool=config.engine_pool,
+            broadcast=config.weight_broadcast,
+            output_dir=config.output_dir,
+        )
+        follower = HubFollower(engine, membership, url=config.url or "", waits=waits_of(tracer), ahead=beside.ahead)
+        server = InferenceServer(
+            engine,
+            model_name=config.served_model_name or config.model.name,
+            codec=codec,
+            base_model=config.model.name,
+            request_deadline_s=config.request_deadline_s,
+            api_key=api_key,
+            admin_key=os.environ.get(ADMIN_KEY),
+            follower=follower,
+        )
+        runner = web.AppRunner(server.app(), handler_cancellation=True, access_log=None)
+        await runner.setup()
+        freeze_loaded()
+        site = web.TCPSite(runner, config.server.host, config.server.port, backlog=1024, ssl_context=tls)
+        try:
+            await site.start()
+        except OSError as error:
+            logger.error("cannot listen on {}:{}: {}; set server.port", config.server.host, config.server.port, error)
+            await engine.close()
+            await runner.cleanup()
+            return 2
+        host, port = runner.addresses[0][:2]
+        waits_of(tracer).serves = (f"{host}:{port}",)
+        logger.info(
+            "serving {} on {}://{}:{} ({} slots of {} tokens)",
+            config.model.name, scheme(), host, port, engine.stats().slots, engine.max_model_len,
+        )  # fmt: skip
+        registry_of(tracer).register(EngineMetrics(engine))
+        say_ready(tracer)
+        async with kept_fresh(tls), server.idle.closed(runner):
+            code = await _until_stopped(engine, follower, f"{host}:{port}", stop)
+        engine.begin_drain()
+        logger.info("draining {} requests in flight", engine.in_flight)
+        await engine.close(config.drain_deadline_s)
         await runner.cleanup()
-        return 2
-    host, port = runner.addresses[0][:2]
-    waits_of(tracer).serves = (f"{host}:{port}",)
-    logger.info(
-        "serving {} on {}://{}:{} ({} slots of {} tokens)",
-        config.model.name, scheme(), host, port, engine.stats().slots, engine.max_model_len,
-    )  # fmt: skip
-    registry_of(tracer).register(EngineMetrics(engine))
-    say_ready(tracer)
-    async with kept_fresh(tls), server.idle.closed(runner):
-        code = await _until_stopped(engine, follower, f"{host}:{port}", stop)
-    engine.begin_drain()
-    logger.info("draining {} requests in flight", engine.in_flight)
-    await engine.close(config.drain_deadline_s)
-    await runner.cleanup()
-    return code
+        return code
 
 
 async def _until_stopped(engine: Engine, follower: HubFollower, address: str, stop: asyncio.Event) -> int:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from meshrl.core.config import dump_toml, load_config
-from meshrl.inference.build import EngineChoice, choose_engine, decide
+from meshrl.inference.build import decide, open_engine
 from meshrl.inference.config import ROUTER_DTYPE, InferenceConfig
 
 
@@ -148,15 +148,9 @@ def test_auto_takes_vllm_where_it_can_run_on_a_gpu(
     assert ("uv sync --extra vllm" in choice.cost) == slow
 
 
-def choose(*argv: str) -> EngineChoice:
-    return choose_engine(load(*argv))
-
-
-def test_keys_of_vllm_are_refused_when_auto_comes_to_the_embedded_engine() -> None:
+async def test_keys_of_vllm_are_refused_when_auto_comes_to_the_embedded_engine() -> None:
     with pytest.raises(ValueError, match=r"has no inference.headless; leave it out"):
-        choose("--headless", "--model.device", "cpu")
-    chosen = choose("--engine", "embedded")
-    assert chosen == EngineChoice(engine="embedded", reason="as configured")
+        await open_engine(load("--headless", "--model.device", "cpu"))
 
 
 def test_sleep_while_training_switches_vllms_sleep_mode_on(capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,10 +165,12 @@ def test_sleep_while_training_switches_vllms_sleep_mode_on(capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("engine", "says"), [("vllm", "no sleep mode on a CPU"), ("auto", "the embedded engine has no")]
 )
-def test_sleep_while_training_is_refused_without_a_gpu(monkeypatch: pytest.MonkeyPatch, engine: str, says: str) -> None:
+async def test_sleep_while_training_is_refused_without_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, engine: str, says: str
+) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ValueError, match=says):
-        choose("--sleep-while-training", "--engine", engine)
+        await open_engine(load("--sleep-while-training", "--engine", engine))
 
 
 def test_compiled_code_is_shared_only_where_that_is_asked_for() -> None:
