@@ -1,15 +1,12 @@
-"""Checks another Python interpreter for a program, such as one with vLLM, and restarts the program in it."""
+"""Checks another Python interpreter for a program, such as one with vLLM."""
 
 from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 from meshrl.core.config import ConfigError
-
-CHOSEN = "MESHRL_PYTHON"
 
 
 def check_interpreter(program: str, python: Path, module: str) -> None:
@@ -28,12 +25,3 @@ def finds(python: Path, module: str) -> bool:
     """Whether it finds a module. Raises OSError if it is no program."""
     code = f"import sys; from importlib.util import find_spec; sys.exit(find_spec({module!r}) is None)"
     return subprocess.run([python, "-c", code], capture_output=True, timeout=60.0, check=False).returncode == 0
-
-
-def start_anew_in(python: Path, program: str, module: str) -> None:
-    """Replaces this process by the same program in another interpreter, unless this is it. Raises ConfigError."""
-    chosen = os.path.abspath(python)
-    if chosen in (sys.executable, os.environ.get(CHOSEN)):
-        return
-    check_interpreter(program, python, module)
-    os.execve(chosen, [chosen, "-m", module, *sys.argv[1:]], {**os.environ, CHOSEN: chosen})

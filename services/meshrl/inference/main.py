@@ -6,13 +6,14 @@ import os
 import sys
 from contextlib import ExitStack
 from importlib.util import find_spec
+from pathlib import Path
 
 from meshrl.client.trust import Role
 from meshrl.core.config import ConfigError, load_config
 from meshrl.core.config.schema import SECTION
 from meshrl.core.credentials.identity import as_member
 from meshrl.core.heap import loading
-from meshrl.core.interpreter import start_anew_in
+from meshrl.core.interpreter import check_interpreter
 from meshrl.core.private_folders import short_socket_paths
 from meshrl.core.program import log_as, run, run_traced
 from meshrl.core.torch_environment import may_have_gpu, wait_briefly
@@ -21,14 +22,25 @@ from meshrl.inference.submission import InferenceProgramConfig, submit_inference
 from meshrl.inference.vllm.processes import import_ahead
 from meshrl.prime_rl import PrimeRLKeys
 
+CHOSEN, MODULE = "MESHRL_PYTHON", "meshrl.inference.main"
+
 
 def _elsewhere(config: InferenceProgramConfig, dry_run: bool) -> str | None:
     told = submit_inference(config, dry_run)
     if told is None and config.weight_broadcast is not None and config.unpublished:
         raise ConfigError(config.unpublished)
     if told is None and config.python is not None and not dry_run:
-        start_anew_in(config.python, "inference", "meshrl.inference.main")
+        _start_anew_in(config.python)
     return told
+
+
+def _start_anew_in(python: Path) -> None:
+    """Replaces this process by the same program in another interpreter, unless this is it. Raises ConfigError."""
+    chosen = os.path.abspath(python)
+    if chosen in (sys.executable, os.environ.get(CHOSEN)):
+        return
+    check_interpreter("inference", python, MODULE)
+    os.execve(chosen, [chosen, "-m", MODULE, *sys.argv[1:]], {**os.environ, CHOSEN: chosen})
 
 
 def main() -> None:
