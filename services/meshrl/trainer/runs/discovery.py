@@ -146,8 +146,8 @@ def settings_from(table: Mapping[str, Any], own: RunSettings, *, folder: str) ->
             " or leave it out"
         )
     made.scheduler.check_horizon(made.max_steps)
-    for section in (made.optim, made.scheduler):
-        section.refuse_foreign(table.get(section.section, {}))
+    for typed in (made.optim, made.scheduler):
+        typed.refuse_foreign(table.get(typed.section, {}))
     return made
 
 
