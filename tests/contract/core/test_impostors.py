@@ -59,7 +59,8 @@ async def test_no_role_gets_the_hubs_name_or_a_host_that_was_not_bound_to_its_to
     bound = [] if role in (Role.OPERATOR, Role.VIEWER, Role.TENANT) else ["e1.example.org", "10.2.0.0/24"]
     token = authority.trust.add_token(role, hosts=bound, runs=["team-*"] if role is Role.TENANT else [])
     request = request_for(tmp_path, "x")
-    for number, host in enumerate([*SPELLINGS_OF_THE_HUB, *OTHERS_HOSTS]):
+    most = None if role in (Role.HUB, Role.AGENT, Role.TENANT) else 3  # each takes a handshake
+    for number, host in enumerate([*SPELLINGS_OF_THE_HUB[:most], *OTHERS_HOSTS[:most]]):
         refused = await refusal(authority, entry, token, f"{role}-try-{number}", request, [host])
         assert refused.code() is grpc.StatusCode.INVALID_ARGUMENT, host
     granted = names_in(await enroll(authority.fingerprint, entry, token, f"{role}-plain", request))
