@@ -74,12 +74,12 @@ LAYOUTS = {
     "cp2 x ep2": Layout(2, {"cp": 2, "ep": 2}, ("ep2",)),
     "cp4": Layout(4, {"cp": 4}, ("ep2",), "gpt_oss"),
     "cp2 x dp2": Layout(4, {"cp": 2}, (), "deepseek_v3"),
-    "ep2 x dp2": Layout(4, {"ep": 2}, (ALONE, "cp2 x ep2"), "gpt_oss"),
+    "ep2 x dp2": Layout(4, {"ep": 2}, ("cp2 x ep2",), "gpt_oss"),
     "tp2": Layout(2, {"tp": 2}),
-    "tp2 x ep2": Layout(2, {"tp": 2, "ep": 2}, (ALONE, "cp2")),
+    "tp2 x ep2": Layout(2, {"tp": 2, "ep": 2}, ("cp2",)),
     "tp2 x dp2": Layout(4, {"tp": 2}, (ALONE,), "qwen3"),
     "cp2 x tp2": Layout(4, {"cp": 2, "tp": 2}, (), "qwen3"),
-    "cp2 x tp2 x ep2": Layout(4, {"cp": 2, "tp": 2, "ep": 2}, ("tp2 x ep2", "ep2 x dp2"), "deepseek_v3"),
+    "cp2 x tp2 x ep2": Layout(4, {"cp": 2, "tp": 2, "ep": 2}, ("ep2 x dp2",), "deepseek_v3"),
     "hsdp2 x cp2": Layout(4, {"dp_replicate": 2, "cp": 2}, ("ep2 x dp2",), "qwen3"),
 }
 WITHOUT_EXPERTS = ("tp2", "tp2 x dp2", "cp2 x tp2")  # layouts of dense models alone
@@ -99,11 +99,14 @@ SAVED, ADAPTED = CASES
 
 
 def cases_of(family: str, name: str) -> list[str]:
-    """The cases that a family trains on a layout: all of them on one and two ranks. On four, where each costs twice as
-    much, one family is trained whole, the one whose checkpoints other layouts go on from, and one has adapters."""
+    """The cases that a family trains on a layout: all of them in one process. On two ranks two families have adapters.
+    On four, where each costs twice as much, one family is trained whole, the one whose checkpoints other layouts go on
+    from, and one has adapters; so each family has them somewhere."""
     layout = LAYOUTS.get(name)
-    if layout is None or layout.ranks == 2:
+    if layout is None:
         return list(CASES)
+    if layout.ranks == 2:
+        return [SAVED] + [ADAPTED] * (family in (saved_family(), saved_family(*WITHOUT_EXPERTS)))
     return [SAVED] * (family == saved_family(name)) + [ADAPTED] * (family == layout.adapted)
 
 

@@ -28,7 +28,9 @@ TIMEOUT_S = 4
 
 
 def main(folder: Path) -> None:
-    from meshrl.trainer.ranks.commands import CommandSender  # it imports transformers, which takes seconds
+    if os.environ["RANK"] == "0":
+        with loading():  # transformers, too, which takes seconds
+            from meshrl.trainer.ranks.commands import CommandSender
 
     dist.init_process_group("gloo")  # the ranks meet, however long that takes on a busy machine
     group = RankGroup.start(os.environ, device=torch.device("cpu"), timeout_s=TIMEOUT_S)

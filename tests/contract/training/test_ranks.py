@@ -45,7 +45,7 @@ ALONE: dict[str, dict[str, Any]] = {
     "every second block": {"ac": {"freq": 2}},
     "all but attention": {"ac": {"mode": "attention"}},
     "selective checkpointing": {"ac": {"mode": "selective"}},
-    "compiled": {"compile": {"backend": "aot_eager"}},
+    "compiled": {"compile": {"backend": "eager"}},
     "head in pieces": {"max_logits_bytes": 4096},
     "optimizer state on the host": {"optim_cpu_offload": True},
 }
