@@ -7,7 +7,6 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
-from loguru import logger
 
 from inference_kit import EngineFactory, make_tokenizer
 from meshrl.inference.http.admin_routes import ADMIN_PATHS
@@ -85,30 +84,25 @@ async def ask(client: TestClient, draw: random.Random) -> tuple[str, int, str]:
 
 
 @pytest.mark.parametrize("seed", [1])
-async def test_no_request_finds_a_defect(start_engine: EngineFactory, seed: int) -> None:
-    said: list[str] = []
-    sink = logger.add(lambda line: said.append(str(line)), level="ERROR")
+async def test_no_request_finds_a_defect(start_engine: EngineFactory, seed: int, errors_said: list[str]) -> None:
     engine, draw = await start_engine(), random.Random(seed)
     codec = TextCodec(make_tokenizer(), max_prompt_bytes=1000)
     server = InferenceServer(engine, model_name="tiny", codec=codec, base_model="/nowhere")
     statuses: dict[int, int] = {}
-    try:
-        async with TestClient(TestServer(server.app()), timeout=aiohttp.ClientTimeout(total=60.0)) as client:
-            for _ in range(COUNT):
-                what, status, answer = await ask(client, draw)
-                assert status < 500 or status == 503, f"{what}: {status} {answer}"
-                assert "Traceback" not in answer, what
-                assert '"reason": "INTERNAL"' not in answer, f"{what}: {answer}"
-                if status >= 400:
-                    assert json.loads(answer)["error"]["message"], what
-                statuses[status] = statuses.get(status, 0) + 1
-            good = {"token_ids": [1], "sampling_params": {"max_tokens": 2, "ignore_eos": True}}
-            async with client.post(POSTS[0], json=good) as response:
-                assert response.status == 200
-                assert len((await response.json())["choices"][0]["token_ids"]) == 2
-    finally:
-        logger.remove(sink)
-    assert said == []
+    async with TestClient(TestServer(server.app()), timeout=aiohttp.ClientTimeout(total=60.0)) as client:
+        for _ in range(COUNT):
+            what, status, answer = await ask(client, draw)
+            assert status < 500 or status == 503, f"{what}: {status} {answer}"
+            assert "Traceback" not in answer, what
+            assert '"reason": "INTERNAL"' not in answer, f"{what}: {answer}"
+            if status >= 400:
+                assert json.loads(answer)["error"]["message"], what
+            statuses[status] = statuses.get(status, 0) + 1
+        good = {"token_ids": [1], "sampling_params": {"max_tokens": 2, "ignore_eos": True}}
+        async with client.post(POSTS[0], json=good) as response:
+            assert response.status == 200
+            assert len((await response.json())["choices"][0]["token_ids"]) == 2
+    assert errors_said == []
     assert statuses[200] > COUNT // 10
     assert statuses[400] > COUNT // 10
     assert (engine.in_flight, engine.unfit) == (0, None)
