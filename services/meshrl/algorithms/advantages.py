@@ -92,7 +92,13 @@ def load_custom_advantage(import_path: str, kwargs: Mapping[str, object], *, key
 
     def custom_advantages(rewards_G: Sequence[float], lengths_G: Sequence[int]) -> NDArray[np.float32]:
         rewards = _checked(rewards_G, lengths_G)
-        advantages = np.asarray(function(rewards, np.asarray(lengths_G, dtype=np.int64), **kwargs), dtype=np.float32)
+        returned = function(rewards, np.asarray(lengths_G, dtype=np.int64), **kwargs)
+        try:
+            advantages = np.asarray(returned, dtype=np.float32)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"{key}.import_path {import_path!r} returned {returned!r:.80}; return an array of numbers"
+            ) from error
         if advantages.shape != rewards.shape or not np.isfinite(advantages).all():
             raise ValueError(
                 f"{key}.import_path {import_path!r} returned {advantages.tolist()} for the rewards {rewards.tolist()}; "

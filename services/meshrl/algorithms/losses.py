@@ -207,6 +207,9 @@ def _checked(result: object, where: str) -> SequenceLoss:
         raise ValueError(
             f"{where} returned a loss that is no scalar tensor ({result.loss!r:.80}); sum it over the sequence's tokens"
         )
+    for name, value in result.metrics.items():
+        if not isinstance(value, torch.Tensor | float | int):
+            raise ValueError(f"{where} reports {value!r:.80} as {name}; a metric is a number or a scalar tensor")
     reserved = sorted(RESERVED_METRICS & set(result.metrics))
     if reserved:
         raise ValueError(f"{where} reports {', '.join(reserved)}, which name the objective and its terms; rename it")

@@ -1,6 +1,7 @@
 """Can environments and functions of the user's own be imported, and do their options fit?
 
-A process of its own imports them, since a module may print, fail or exit. A dry run also loads all tasks.
+A process of its own imports them and tries functions on made-up rollouts, since a module may print, fail or exit. A dry
+run also loads all tasks.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import json
 import os
 import sys
 from asyncio.subprocess import PIPE
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from meshrl.core.config import ConfigError
 from meshrl.core.config.schema import ReadTable, Table
@@ -76,7 +78,11 @@ def _questions(plan: Plan) -> dict[str, object]:
         "loss": {"import_path": loss.import_path, "kwargs": loss.kwargs}
         if config.starts("trainer") and loss.import_path
         else None,
-        "advantage": {"import_path": advantage.import_path, "kwargs": advantage.kwargs}
+        "advantage": {
+            "import_path": advantage.import_path,
+            "kwargs": advantage.kwargs,
+            "group_size": plan.config.orchestrator.group_size,
+        }
         if advantage.import_path
         else None,
         "environments": {
@@ -93,19 +99,9 @@ def _questions(plan: Plan) -> dict[str, object]:
 
 def answer(questions: ReadTable) -> Iterator[Answer]:
     if questions["loss"] is not None:
-        from meshrl.algorithms.losses import load_custom_loss  # imports torch
-
-        try:
-            load_custom_loss(**questions["loss"], key="trainer.loss")
-        except Exception as problem:  # noqa: BLE001  # the user's module may raise anything
-            yield "error", _described("trainer.loss", problem), ()
+        yield from _tried("trainer.loss", partial(_try_loss, questions["loss"]))
     if questions["advantage"] is not None:
-        from meshrl.algorithms.advantages import load_custom_advantage
-
-        try:
-            load_custom_advantage(**questions["advantage"], key="orchestrator.advantage")
-        except Exception as problem:  # noqa: BLE001  # the same
-            yield "error", _described("orchestrator.advantage", problem), ()
+        yield from _tried("orchestrator.advantage", partial(_try_advantage, questions["advantage"]))
     if questions["environments"] is not None:
         yield from _about_environments(**questions["environments"])
 
@@ -132,10 +128,47 @@ def _about_environments(entries: list[Table], harness: str, max_turns: int | Non
             yield "note", f"environment {hosted.name!r} can be loaded: {number}", ()
 
 
-def _described(where: str, problem: Exception) -> str:
-    if isinstance(problem, ValueError):  # of load_function, which names the key
-        return str(problem)
-    return f"{where}: its import failed with {type(problem).__name__}: {problem}"
+def _tried(key: str, attempt: Callable[[], None]) -> Iterator[Answer]:
+    try:
+        attempt()
+    except Exception as problem:  # noqa: BLE001  # the user's code may raise anything
+        text = str(problem)  # ours names the key
+        if not text.startswith(f"{key}."):
+            text = f"{key}: its function, or the import of it, failed with {type(problem).__name__}: {problem}"
+        yield "error", text, ()
+
+
+def _try_loss(asked: Table) -> None:
+    """On two sequences of three tokens."""
+    import torch
+
+    from meshrl.algorithms.losses import LossInputs, load_custom_loss
+
+    logprobs = torch.tensor([-1.0, -0.5, -2.0, -1.0, -0.5, -2.0], requires_grad=True)
+    output = load_custom_loss(**asked, key="trainer.loss")(
+        LossInputs(
+            logprobs=logprobs,
+            inference_logprobs=torch.tensor([-1.1, -0.5, -1.9, -1.1, -0.5, -1.9]),
+            advantages=torch.tensor([0.5, 0.5, 0.5, -0.5, -0.5, -0.5]),
+            sequence_ids=torch.tensor([0, 0, 0, 1, 1, 1]),
+            num_sequences=2,
+        )
+    )
+    (gradient,) = torch.autograd.grad(output.per_token.sum(), logprobs)
+    if not gradient.isfinite().all() or not gradient.any():
+        raise ValueError(
+            f"trainer.loss.import_path {asked['import_path']!r}: the gradient of two sequences of three tokens is"
+            f" {gradient.tolist()}; compute a finite loss from sequence.logprobs"
+        )
+
+
+def _try_advantage(asked: Table) -> None:
+    """On a group of which every second rollout is right."""
+    from meshrl.algorithms.advantages import load_custom_advantage
+
+    size = asked.pop("group_size")
+    advantage = load_custom_advantage(**asked, key="orchestrator.advantage")
+    advantage([float(place % 2) for place in range(size)], [3 + place for place in range(size)])
 
 
 def main() -> None:

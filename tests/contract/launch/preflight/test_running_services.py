@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent import futures
@@ -123,6 +124,39 @@ def test_options_of_an_environment_are_checked_and_its_data_is_not_loaded(
         "error: environment 'third': its args do not fit 'reverse_text': args.splt: there is no such option, did you"
         f" mean split? (orchestrator.eval.env.0.args.splt from {file}:4)"
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "words"),
+    [
+        ("loss", "return given.logprobs.sum()", "returned Tensor; return a meshrl.algorithms.losses.SequenceLoss"),
+        ("loss", "return SequenceLoss(loss=given.advantages.sum())", "compute a finite loss from sequence.logprobs"),
+        ("loss", "return SequenceLoss(loss=given.logprobs.sum() * math.nan)", "compute a finite loss from sequence"),
+        ("loss", "return SequenceLoss(loss=given.logprobs.sum(), metrics={'a': 'b'})", "reports 'b' as a; a metric is"),
+        ("loss", "return 1 / 0", "trainer.loss: its function, or the import of it, failed with ZeroDivisionError"),
+        ("loss", "return SequenceLoss(loss=(given.logprobs * given.advantages).sum())", None),
+        ("advantage", "return None", "return a finite number for each of the 4 rollouts"),
+        ("advantage", "return given[:-1]", "returned [0.0, 1.0, 0.0] for the rewards [0.0, 1.0, 0.0, 1.0]"),
+        ("advantage", "return ['good', 'bad']", "returned ['good', 'bad']; return an array of numbers"),
+        ("advantage", "raise KeyError('group')", "orchestrator.advantage: its function, or the import of it, failed"),
+        ("advantage", "return given - given.mean()", None),
+    ],
+)
+def test_a_function_of_the_users_own_is_tried(
+    kind: str, body: str, words: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tried_objective.py").write_text(
+        "import math\nfrom meshrl.algorithms.losses import SequenceLoss\n"
+        f"def loss(given):\n    {body}\ndef advantage(given, lengths):\n    {body}\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "tried_objective", raising=False)
+    asked = {"import_path": f"tried_objective.{kind}", "kwargs": {}}
+    questions = {"loss": None, "advantage": None, "environments": None}
+    questions[kind] = asked if kind == "loss" else {**asked, "group_size": 4}
+    problems = [text for _, text, _ in plugins.answer(questions)]
+    assert len(problems) == (words is not None)
+    assert words is None or words in problems[0]
 
 
 def test_a_dry_run_loads_the_tasks_of_every_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
