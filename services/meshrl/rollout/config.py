@@ -66,6 +66,13 @@ class ClientConfig(BaseConfig):
     """Seconds that a model call looks for an engine, and that an engine may be silent before its calls move to
     others."""
 
+    @model_validator(mode="after")
+    def _urls(self) -> Self:
+        for url in self.base_url:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"client.base_url must hold URLs like http://127.0.0.1:8000, got {url!r}")
+        return self
+
 
 class ExchangeLinkConfig(BaseConfig):
     """Where to dial in, and under which name."""
@@ -84,7 +91,49 @@ class ExchangeLinkConfig(BaseConfig):
     kept."""
 
 
-class RolloutConfig(BaseConfig):
+class PlayConfig(BaseConfig):
+    """How environments are played: keys of `rollout`, `eval` and `synthesize`."""
+
+    model: ModelConfig = ModelConfig()
+    """The model: its name at the servers, which also locates the tokenizer."""
+
+    tokenizer: str | None = None
+    """Tokenizer of prompts. None: model.name."""
+
+    renderer: dict[str, Any] = Field(default={})
+    """Renderer of chat messages: {name = "auto"} takes it from the model's name, "default" the tokenizer's own chat
+    template; or another name of the renderers package, with its options. Empty: auto, and default where auto fails."""
+
+    sampling: SamplingConfig = SamplingConfig()
+    """Sampling of environments and requests that set none."""
+
+    max_concurrent: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """Most rollouts at once. auto follows the engines' reported capacity: their slots, or the rollouts of recent
+    lengths that fit into their KV cache, and an eighth more; up to four times as many while rollouts spend their time
+    outside of model calls. An engine that reports nothing counts 256."""
+
+    max_turns: int | None = Field(default=None, ge=1)
+    """Most model calls of one agent in one rollout. None: no limit."""
+
+    workers: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
+    """Worker processes of all environments without workers of their own. auto: as many as the cores allow, beside the
+    other programs. 0 plays in this process, which an environment that blocks or exits takes with it."""
+
+    harness: str = "meshrl.environments.harness"
+    """Harness module of an environment that brings none."""
+
+    readable_by: ReadableBy = "owner"
+    """Who may read this program's files: its own user, also the group of the files, or everyone on the machine.
+    Credentials stay for the owner."""
+
+    log: LogConfig = LogConfig()
+    """Logging."""
+
+    vf_level: str = "warning"
+    """Log level of the verifiers package; info writes two lines per rollout."""
+
+
+class RolloutConfig(PlayConfig):
     """Hosts environments, plays episodes against inference engines and scores them."""
 
     env: list[EnvConfig] = Field(default=[])
@@ -96,21 +145,8 @@ class RolloutConfig(BaseConfig):
     weights: Address | None = None
     """host:port of the weight hub, whose engines are used as they come and go. None: only client.base_url."""
 
-    model: ModelConfig = ModelConfig()
-    """The policy: its name at the engines, which also locates the tokenizer."""
-
-    tokenizer: str | None = None
-    """Tokenizer of prompts. None: model.name."""
-
-    renderer: dict[str, Any] = Field(default={})
-    """Renderer of chat messages: {name = "auto"} takes it from the model's name, "default" the tokenizer's own chat
-    template; or another name of the renderers package, with its options. Empty: auto, and default where auto fails."""
-
     show_rows: int = Field(default=1, ge=0, le=64)
     """First prompts that each worker logs, with their messages and tokens."""
-
-    sampling: SamplingConfig = SamplingConfig()
-    """Sampling of environments and requests that set none."""
 
     text_samples: bool = False
     """client.api chat_completions: return the model's replies as tokens of `tokenizer`, for the policy to imitate. rl
@@ -119,21 +155,12 @@ class RolloutConfig(BaseConfig):
     seq_len: int = Field(default=2048, ge=2)
     """Tokens of the longest sequence; a model call may use the part that its prompt leaves free."""
 
-    max_concurrent: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Most rollouts at once. auto follows the engines' reported capacity: their slots, or the rollouts of recent
-    lengths that fit into their KV cache, and an eighth more; up to four times as many while rollouts spend their time
-    outside of model calls. An engine that reports nothing counts 256."""
-
     max_queued: int = Field(default=4096, ge=0)
     """Most rollouts that wait for a place; a group that does not fit is refused with RESOURCE_EXHAUSTED."""
 
     max_concurrent_per_run: int | None = Field(default=None, ge=1)
     """Most rollouts of one run that run or wait, if several runs share the service; more are refused. None: no limit of
     its own."""
-
-    workers: int | Literal["auto"] = "auto"
-    """Worker processes of all environments without workers of their own. auto: as many as the cores allow, beside the
-    other programs. 0 plays in this process, which an environment that blocks or exits takes with it."""
 
     standby: bool = True
     """If environments share workers, keep one more that has loaded them, to replace a lost one at once."""
@@ -145,12 +172,6 @@ class RolloutConfig(BaseConfig):
     blocked_s: float = Field(default=3.0, gt=0.0)
     """Seconds that an environment may block a shared worker's event loop before the worker is replaced and the
     environment gets one of its own. A ready standby takes over after a second, and the environment keeps the worker."""
-
-    max_turns: int | None = Field(default=None, ge=1)
-    """Most model calls of one agent in one rollout. None: no limit."""
-
-    harness: str = "meshrl.environments.harness"
-    """Harness module of an environment that brings none."""
 
     drain_deadline_s: float = Field(default=60.0, ge=0.0)
     """Seconds that running rollouts may go on after SIGTERM."""
@@ -167,16 +188,6 @@ class RolloutConfig(BaseConfig):
     output_dir: Path = Path("outputs")
     """Folder for logs and traces."""
 
-    readable_by: ReadableBy = "owner"
-    """Who may read this program's files: its own user, also the group of the files, or everyone on the machine.
-    Credentials stay for the owner."""
-
-    log: LogConfig = LogConfig()
-    """Logging."""
-
-    vf_level: str = "warning"
-    """Log level of the verifiers package; info writes two lines per rollout."""
-
     @property
     def engine_urls(self) -> tuple[str, ...]:
         """The configured engines; the default URL counts only without a hub."""
@@ -190,19 +201,6 @@ class RolloutConfig(BaseConfig):
                 "rollout.env must list at least one environment, got none; add [[env]] with id = '<taskset>'"
             )
         refuse_repeated_names(self.env, "rollout.env", "give each [[env]] its own name")
-        return self
-
-    @model_validator(mode="after")
-    def _workers(self) -> Self:
-        if isinstance(self.workers, int) and self.workers < 0:
-            raise ValueError(f"rollout.workers must be 0 or more, or 'auto', got {self.workers}")
-        return self
-
-    @model_validator(mode="after")
-    def _urls(self) -> Self:
-        for url in self.client.base_url:
-            if not url.startswith(("http://", "https://")):
-                raise ValueError(f"client.base_url must hold URLs like http://127.0.0.1:8000, got {url!r}")
         return self
 
     @model_validator(mode="after")

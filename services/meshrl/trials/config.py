@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -13,15 +13,11 @@ from meshrl.core.config import BaseConfig
 from meshrl.core.config.shared import (
     GROUP_SIZE_SPELLINGS,
     EnvConfig,
-    LogConfig,
-    ModelConfig,
-    SamplingConfig,
     ServerConfig,
     refuse_repeated_names,
 )
-from meshrl.core.private_folders import ReadableBy
 from meshrl.inference.config import InferenceConfig
-from meshrl.rollout.config import ClientConfig, RolloutConfig
+from meshrl.rollout.config import ClientConfig, PlayConfig, RolloutConfig
 from meshrl.wire.values import JsonObject
 
 DEFAULT_SEQ_LEN = 2048
@@ -56,11 +52,8 @@ class TrialDeadlinesConfig(BaseConfig):
     """For an engine to load the weights of one checkpoint."""
 
 
-class TrialsConfig(BaseConfig):
+class TrialsConfig(PlayConfig):
     """Plays tasks of environments with a fixed model and keeps every rollout; the same command continues."""
-
-    model: ModelConfig = ModelConfig()
-    """The model: its name at an API, or its folder or Hugging Face name, whose tokenizer renders the prompts."""
 
     environment_ids: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
     """Tasksets to play by default settings, beside those of env."""
@@ -74,9 +67,6 @@ class TrialsConfig(BaseConfig):
     group_size: int = Field(default=1, ge=1, validation_alias=GROUP_SIZE_SPELLINGS)
     """Rollouts per task. The older spelling rollouts_per_example is accepted."""
 
-    sampling: SamplingConfig = SamplingConfig()
-    """Sampling; an unset value takes the environment's default."""
-
     seed: int = 0
     """Seed of sampling, as in the evaluations of a run: a task's rollouts have the same seeds for every model."""
 
@@ -87,29 +77,11 @@ class TrialsConfig(BaseConfig):
     inference: InferenceConfig | None = None
     """The engine to start, and to end afterwards. None: the servers of client.base_url run already."""
 
-    max_concurrent: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Most rollouts at once. auto: the capacity that the servers report, or 256."""
-
     attempts: int = Field(default=3, ge=1)
     """Tries of a rollout whose failure may pass."""
 
     seq_len: int | None = Field(default=None, ge=2)
     """Longest sequence in tokens. None takes the engine's limit."""
-
-    max_turns: int | None = Field(default=None, ge=1)
-    """Most model calls of one agent in one rollout."""
-
-    tokenizer: str | None = None
-    """Tokenizer to render prompts with. None takes model.name."""
-
-    renderer: dict[str, Any] = Field(default={})
-    """Renderer of chat messages, as rollout.renderer: {name = "auto"}, "default" or one of the renderers package."""
-
-    workers: int | Literal["auto"] = "auto"
-    """Processes that play the environments; 0 plays them in this one."""
-
-    harness: str = "meshrl.environments.harness"
-    """Module of the harness of environments that bring none."""
 
     deadlines: TrialDeadlinesConfig = TrialDeadlinesConfig()
     """Longest waits for other programs."""
@@ -117,18 +89,8 @@ class TrialsConfig(BaseConfig):
     output_dir: Path = Path("outputs")
     """Folder for results and logs. Results of the same settings are continued."""
 
-    readable_by: ReadableBy = "owner"
-    """Readers of the program's files: its user, also the files' group, or everyone on the machine. Credentials stay the
-    user's."""
-
     clean_output_dir: bool = False
     """Delete the results in output_dir, and begin anew."""
-
-    log: LogConfig = LogConfig()
-    """Logging."""
-
-    vf_level: str = "warning"
-    """Log level of the verifiers package."""
 
     @property
     def environments(self) -> tuple[TrialEnvConfig, ...]:
@@ -192,20 +154,11 @@ class TrialsConfig(BaseConfig):
                 for env in self.environments
             ],
             client=ClientConfig.model_validate(client),
-            model=self.model,
-            tokenizer=self.tokenizer,
-            renderer=self.renderer,
-            sampling=self.sampling,
             seq_len=seq_len,
-            max_concurrent=self.max_concurrent,
-            max_turns=self.max_turns,
-            workers=self.workers,
-            harness=self.harness,
             drain_deadline_s=0.0,
             server=ServerConfig(port=port),
             output_dir=self.output_dir,
-            log=self.log,
-            vf_level=self.vf_level,
+            **{name: getattr(self, name) for name in PlayConfig.model_fields},
         )
 
     @model_validator(mode="after")

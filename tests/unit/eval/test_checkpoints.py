@@ -55,6 +55,18 @@ def load(*argv: str) -> EvaluationConfig:
     return load_config(EvaluationConfig, argv, prog="eval", environ={})
 
 
+@pytest.mark.parametrize(
+    ("flag", "value", "problem"),
+    [("--workers", "-1", "workers"), ("--client.base-url", "127.0.0.1:8000", "client.base_url must hold URLs")],
+)
+def test_keys_of_its_rollout_service_are_checked_before_anything_starts(
+    flag: str, value: str, problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        load("--environment-ids", "math500", flag, value)
+    assert f"eval: {problem}" in capsys.readouterr().err
+
+
 def test_the_documents_commands_are_read_as_they_are() -> None:
     config = load(
         "--model.name", "m", "--environment-ids", "math500,aime2025", "--weights-dir", "outputs/weights",
