@@ -130,7 +130,7 @@ def build_loop(
         seq_len=config.seq_len,
         environments={env.resolved_name: env.seq_len or config.seq_len for env in envs},
     )
-    uploader = BatchUploader(services.trainer, run, deadlines=deadlines, clock=clock)
+    uploader = BatchUploader(services.trainer, run, deadlines=deadlines)
     relay = VersionRelay(
         services.weights,
         run_id=mesh.run.run_id,
@@ -148,8 +148,6 @@ def build_loop(
         deadline_s=deadlines.eval_s,
         seed=config.task_seed,
         monitor=monitor,
-        clock=clock,
-        tracer=tracer,
     )
     kept = config.rollout_samples
     finisher = StepFinisher(
@@ -168,7 +166,6 @@ def build_loop(
             seq_len=config.seq_len,
             mixture=config.mixture,
             keep_records=config.bench,
-            clock=clock,
         ),
     )
     return RunLoop(

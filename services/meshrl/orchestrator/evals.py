@@ -8,9 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from loguru import logger
 from opentelemetry.context import Context
-from opentelemetry.trace import Tracer
 
-from meshrl.core.clock import Clock
 from meshrl.core.metrics.catalogue import Source
 from meshrl.core.metrics.names import CATALOGUE
 from meshrl.core.telemetry.monitor import Monitor
@@ -40,8 +38,6 @@ class Evaluator:
         deadline_s: float,
         seed: int,
         monitor: Monitor,
-        clock: Clock,
-        tracer: Tracer,
     ) -> None:
         self.busy = False
         self._run = run
@@ -52,8 +48,6 @@ class Evaluator:
         self._deadline_s = deadline_s
         self._seed = seed
         self._monitor = monitor
-        self._clock = clock
-        self._tracer = tracer
         self._one_at_a_time = asyncio.Lock()
 
     async def before_training(self, version: int) -> None:
@@ -100,13 +94,13 @@ class Evaluator:
 
     async def _evaluate(self, step: int, envs: Sequence[EvalEnvConfig], version: int) -> None:
         self.busy = True
-        began_s = self._clock.now()
+        began_s = self._run.clock.now()
         metrics: dict[str, float] = {}
         try:
             async with self._one_at_a_time, asyncio.timeout(self._deadline_s):
                 for env in envs:
                     # A span of its own, which every rollout of the evaluation links to.
-                    with self._tracer.start_as_current_span(
+                    with self._run.tracer.start_as_current_span(
                         EVALUATION_SPAN,
                         context=Context(),
                         attributes={"rl.step": step, "rl.version": version, "meshrl.environment": env.resolved_name},
@@ -119,7 +113,7 @@ class Evaluator:
                 f"evaluation of version {version} did not end within {self._deadline_s:g} s;"
                 " lower orchestrator.eval.num_examples or raise orchestrator.deadlines.eval_s"
             ) from None
-        metrics |= {"time/eval": self._clock.now() - began_s, "eval/version": float(version)}
+        metrics |= {"time/eval": self._run.clock.now() - began_s, "eval/version": float(version)}
         self.busy = False
         await asyncio.to_thread(self._monitor.log, step, CATALOGUE.record(Source.ORCHESTRATOR, metrics))
 

@@ -69,7 +69,8 @@ class Run:
         """Addresses, for errors."""
         self._in_flight = in_flight
         self.waits = waits_of(tracer)
-        self._clock = clock
+        self.tracer = tracer
+        self.clock = clock
         self._submitted: dict[int, SubmittedStep] = {}
         self.changed = Pulse()
         """Beats whenever a group, a batch, a step, a version or a refusal may let a part go on."""
@@ -96,11 +97,11 @@ class Run:
     def counted(self, metric: str) -> Iterator[None]:
         """Adds the block's seconds to the next step's record. A batch that is dissolved leaves them to the one made
         anew: the run waited for both."""
-        began_s = self._clock.now()
+        began_s = self.clock.now()
         try:
             yield
         finally:
-            self.tally.wait(metric, self._clock.now() - began_s)
+            self.tally.wait(metric, self.clock.now() - began_s)
 
     def _describe(self, stage: str, number: int) -> tuple[str, Collection[str]]:
         services, plan, steps = self.services, self.plan, self.steps

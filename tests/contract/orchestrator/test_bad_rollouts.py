@@ -191,7 +191,7 @@ async def test_a_batch_made_anew_has_the_whole_time_of_a_batch(
     script.alter = pass_time
     deadlines = PATIENT | {"batch_s": 20.0}
     async with start(make_config(mesh.services, max_steps=1, max_async_level=0, deadlines=deadlines)) as (loop, _):
-        monkeypatch.setattr(loop.run, "_clock", Clock(now=lambda: now_s))
+        monkeypatch.setattr(loop.run, "clock", Clock(now=lambda: now_s))
         await asyncio.wait_for(loop.train(), 60.0)
     assert script.refused_batches == [1] * 4
     (line,) = step_records(tmp_path)

@@ -27,6 +27,7 @@ class RunWithoutBatches:
     steps: StepCursors = field(default_factory=lambda: StepCursors(recorded=0, uploaded=0, trained=0))
 
     changed: Pulse = field(default_factory=Pulse)
+    clock: Clock = field(default_factory=Clock)
     journal: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(durable=pytest.fail))
 
 
@@ -34,9 +35,7 @@ class RunWithoutBatches:
 async def uploader() -> AsyncIterator[BatchUploader]:
     """One for a trainer that nobody asks anything."""
     async with TrainerClient("127.0.0.1:1") as client:
-        clock = Clock(now=asyncio.get_running_loop().time)
-        deadlines = DeadlinesConfig(step_s=STEP_S)
-        yield BatchUploader(client, RunWithoutBatches(), deadlines=deadlines, clock=clock)
+        yield BatchUploader(client, RunWithoutBatches(), deadlines=DeadlinesConfig(step_s=STEP_S))
 
 
 async def test_the_time_of_a_step_begins_with_the_batch_that_takes_the_place_of_a_withdrawn_one(uploader) -> None:

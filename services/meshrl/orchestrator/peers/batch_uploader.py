@@ -16,7 +16,6 @@ from loguru import logger
 from opentelemetry import trace
 
 from meshrl.client import TrainerClient
-from meshrl.core.clock import Clock
 from meshrl.orchestrator.config import DeadlinesConfig
 from meshrl.orchestrator.peers.step_watcher import StepWatcher
 from meshrl.orchestrator.run import Run
@@ -39,7 +38,7 @@ class BatchRefusal:
 
 
 class BatchUploader:
-    def __init__(self, client: TrainerClient, run: Run, *, deadlines: DeadlinesConfig, clock: Clock) -> None:
+    def __init__(self, client: TrainerClient, run: Run, *, deadlines: DeadlinesConfig) -> None:
         self.refused: BatchRefusal | None = None
         """Nothing is uploaded until it is withdrawn."""
         self.watcher = StepWatcher(
@@ -51,14 +50,13 @@ class BatchUploader:
             on_durable=run.journal.durable,
             on_suspended=self._on_suspended,
             changed=run.changed,
-            clock=clock,
+            clock=run.clock,
         )
         self._client = client
         self._run = run
         self._steps = run.steps
         self._changed = run.changed
         self._deadlines = deadlines
-        self._clock = clock
         self._refusals_in_a_row = 0
         self._ended = False
 
@@ -135,7 +133,7 @@ class BatchUploader:
             try:
                 with trace.use_span(self._run.traces.span(step)):
                     patience = Patience(unreachable_s=self._deadlines.unreachable_s, retry_s=self._deadlines.step_s)
-                    await persist(partial(self._client.submit_batch, batch), patience, clock=self._clock)
+                    await persist(partial(self._client.submit_batch, batch), patience, clock=self._run.clock)
             except MeshError as error:  # a trainer that has restarted expects an earlier step
                 if error.reason is Reason.RUN_SUSPENDED:
                     continue  # for as long as it takes

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
-from meshrl.core.clock import Clock
 from meshrl.core.config.shared import LogExtrasConfig
 from meshrl.core.metrics.catalogue import Source
 from meshrl.core.metrics.names import CATALOGUE
@@ -34,7 +33,6 @@ class StepReporter:
         seq_len: int,
         mixture: Mapping[str, float],
         keep_records: bool,
-        clock: Clock,
     ) -> None:
         self.records: list[record.Metrics] = []
         self._run = run
@@ -45,19 +43,18 @@ class StepReporter:
         self._seq_len = seq_len
         self._mixture = mixture
         self._keep_records = keep_records
-        self._clock = clock
-        self._step_began_s = clock.now()
+        self._step_began_s = run.clock.now()
 
     def begin(self) -> None:
         """The first step begins now."""
-        self._step_began_s = self._clock.now()
+        self._step_began_s = self._run.clock.now()
 
     def request_logprobs(self, step: SubmittedStep) -> SubmittedStep:
         return step if self._samples is None else self._samples.request_logprobs(step)
 
     async def write(self, submitted: SubmittedStep, served: record.Metrics, done: StepEvent) -> None:
         """`served` are the metrics of the step's version at the engines. The next step begins now."""
-        run, now_s = self._run, self._clock.now()
+        run, now_s = self._run, self._run.clock.now()
         seconds, self._step_began_s = now_s - self._step_began_s, now_s
         progress = run.journal.progress(submitted.step)
         metrics = record.step_metrics(submitted, progress, law=run.plan.law, seq_len=self._seq_len, seconds=seconds)
