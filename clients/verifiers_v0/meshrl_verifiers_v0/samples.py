@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -93,8 +92,8 @@ def rollout_of(
         error = state["error"]
         raise MeshError(Reason.ENVIRONMENT_FAILED, f"{type(error).__name__}: {error}")
     reward = state.get("reward")
-    if reward is None or not math.isfinite(reward):
-        raise MeshError(Reason.ENVIRONMENT_FAILED, f"the reward is not a finite number: {reward}")
+    if reward is None or not abs(reward) <= np.finfo(np.float32).max:  # nor is NaN
+        raise MeshError(Reason.ENVIRONMENT_FAILED, f"the reward is not a finite number of single precision: {reward}")
     steps = state["trajectory"]
     last = steps[-1]["response"].message if steps else None
     timing = state["timing"]

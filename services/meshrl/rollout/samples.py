@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import math
 import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +28,8 @@ from meshrl.wire.types import MessageSpan, Rollout, Sample, VersionSpan
 from meshrl.wire.types.routes import Routes
 
 _NO_FLOAT = re.compile(r"float\(\) argument must be .* not '(\w+)'|could not convert string to float")
+MOST_REWARD = float(np.finfo(np.float32).max)
+"""Advantages are of single precision; means and deviations of larger rewards would not be finite."""
 UNSCORED_STOPS = frozenset({"setup_timeout", "finalize_timeout", "scoring_timeout"})
 
 
@@ -109,8 +110,9 @@ def _rollout(trace: Trace, session: Session, group_id: str, environment: str, ag
         what = f"rewards without a value: {', '.join(unscored)}" if unscored else f"ended by {trace.stop_condition}"
         raise MeshError(Reason.ENVIRONMENT_FAILED, f"the rollout was not scored ({what})")
     parts = {name: reward.value for name, reward in trace.rewards.items()}
-    if not all(math.isfinite(value) for value in parts.values()):
-        raise MeshError(Reason.ENVIRONMENT_FAILED, f"a reward is not a finite number: {parts}")
+    reward = sum(parts.values())
+    if not all(abs(value) <= MOST_REWARD for value in (*parts.values(), reward)):  # nor is NaN
+        raise MeshError(Reason.ENVIRONMENT_FAILED, f"a reward is not a finite number of single precision: {parts}")
     last = next((call for call in reversed(trace.calls) if call.error is None), None)
     timing = trace.timing
     sampling = trace.agent.config.sampling
@@ -124,7 +126,7 @@ def _rollout(trace: Trace, session: Session, group_id: str, environment: str, ag
         samples=samples_of(
             trace.branches, session.calls, temperature, session.routes_of if session.keeps_routes else None
         ),
-        reward=sum(parts.values()),
+        reward=reward,
         reward_parts=parts,
         metrics={name: value for name, value in trace.metrics.items() if value is not None},
         finish_reason=(last.finish_reason if last is not None else None) or trace.stop_condition or "",

@@ -17,12 +17,22 @@ def asked(request: dict[str, Any]) -> str:
     return "".join(chr(29 + token) if 2 < token < 98 else "|" for token in request["token_ids"])
 
 
-@pytest.mark.parametrize(("kind", "came"), [("none", "None"), ("text", "text")])
-async def test_a_reward_that_is_no_number_is_named_with_its_place(start_mesh, make_group, engine, kind, came):
+NO_NUMBER = r"reward 'right' \(/.*/mesh_zoo.py:\d+\) returned {}; return a number in every case, such as 0.0"
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("none", NO_NUMBER.format("None")),
+        ("text", NO_NUMBER.format("text")),
+        ("nan", r"a reward is not a finite number of single precision: \{'right': nan\}"),
+        ("enormous", r"a reward is not a finite number of single precision: \{'right': 1e\+308\}"),
+    ],
+)
+async def test_a_reward_that_cannot_be_used_is_named(start_mesh, make_group, engine, kind, words):
     env = [{"id": "mesh_zoo", "args": {"kind": kind}}]
     mesh = await start_mesh([engine], env=env)
     failure, _ = await mesh.collect(make_group(environment="mesh_zoo"))
-    words = rf"reward 'right' \(/.*/mesh_zoo.py:\d+\) returned {came}; return a number in every case, such as 0.0"
     assert (failure.reason, bool(re.fullmatch(words, failure.message))) == ("ENVIRONMENT_FAILED", True), failure.message
 
 

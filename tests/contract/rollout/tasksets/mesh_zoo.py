@@ -22,6 +22,8 @@ async def go_wrong(kind: str, seconds: float) -> object:
             raise RuntimeError("this reward is broken")
         case "nan":
             return math.nan
+        case "enormous":
+            return 1e308  # the mean of two is infinite
         case "none":
             return None
         case "text":
