@@ -31,6 +31,8 @@ class SynthesisConfig(TrialsConfig):
         "What it leaves": ("dataset", "output_dir", "clean_output_dir", "log.level"),
     }  # fmt: skip
 
+    keeps_conversations: ClassVar[bool] = True
+
     min_reward: float | None = None
     """Least reward of a rollout that is kept; None keeps all."""
 

@@ -15,6 +15,7 @@ from typing import Self
 
 from loguru import logger
 
+from meshrl.synthesize.config import SynthesisConfig
 from meshrl.trials.rows import RowFile
 from meshrl.wire.values import JsonObject
 
@@ -24,23 +25,13 @@ REASONING = "reasoning_content"
 class ConversationDataset:
     """A file that is appended to. A context manager."""
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        model: str,
-        min_reward: float | None,
-        keep_truncated: bool,
-        reasoning_field: str | None,
-    ) -> None:
+    def __init__(self, config: SynthesisConfig) -> None:
         self.dropped: Counter[str] = Counter()
         """This command's rollouts that are not kept, by reason."""
         self.kept = 0
-        self.path = path
-        self._file = RowFile(path)
-        self._model = model
-        self._min_reward, self._keep_truncated = min_reward, keep_truncated
-        self._reasoning_field = reasoning_field
+        self.path = config.dataset_path
+        self._file = RowFile(self.path)
+        self._config = config
         self._there: set[str] = set()
         self._open = ExitStack()
 
@@ -92,9 +83,10 @@ class ConversationDataset:
         return path
 
     def _why_dropped(self, row: JsonObject) -> str | None:
-        if self._min_reward is not None and row["reward"] < self._min_reward:
+        least = self._config.min_reward
+        if least is not None and row["reward"] < least:
             return "reward"
-        if row["truncated"] and not self._keep_truncated:
+        if row["truncated"] and not self._config.keep_truncated:
             return "truncated"
         return None if row.get("conversations") else "empty"
 
@@ -103,13 +95,14 @@ class ConversationDataset:
         if said.get("tools"):
             fields["tools"] = json.dumps(said["tools"], ensure_ascii=False)
         from_row = ("reward", "environment", "task", "task_key", "agent", "rollout_id")
-        return {**fields, **{name: row[name] for name in from_row}, "model": self._model}
+        return {**fields, **{name: row[name] for name in from_row}, "model": self._config.model.name}
 
     def _message(self, message: JsonObject) -> dict[str, object]:
         fields = {name: value for name, value in message.items() if name != REASONING}
         reasoning = message.get(REASONING)
-        if not reasoning or self._reasoning_field is None:
+        field = self._config.reasoning_field
+        if not reasoning or field is None:
             return fields
-        if self._reasoning_field == "content":
+        if field == "content":
             return {**fields, "content": f"<think>\n{reasoning}\n</think>\n\n{fields.get('content') or ''}"}
-        return {**fields, self._reasoning_field: reasoning}
+        return {**fields, field: reasoning}

@@ -68,14 +68,7 @@ def main() -> None:
         reasoning_field=config.reasoning_field,
     )
     results = TrialResults(config.output_dir, settings, clean=config.clean_output_dir, derived=derived)
-    dataset = ConversationDataset(
-        config.dataset_path,
-        model=config.model.name,
-        min_reward=config.min_reward,
-        keep_truncated=config.keep_truncated,
-        reasoning_field=config.reasoning_field,
-    )
-    run_trials("synthesize", config, results, partial(synthesize, dataset), conversations=True)
+    run_trials("synthesize", config, results, partial(synthesize, ConversationDataset(config)))
 
 
 if __name__ == "__main__":

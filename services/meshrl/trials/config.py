@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -54,6 +54,9 @@ class TrialDeadlinesConfig(BaseConfig):
 
 class TrialsConfig(PlayConfig):
     """Plays tasks of environments with a fixed model and keeps every rollout; the same command continues."""
+
+    keeps_conversations: ClassVar[bool] = False
+    """Whether rollouts are to hold their messages."""
 
     environment_ids: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
     """Tasksets to play by default settings, beside those of env."""

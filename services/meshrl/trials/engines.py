@@ -15,9 +15,8 @@ from loguru import logger
 
 from meshrl.core.rpc.blocking_http import error_text
 from meshrl.core.rpc.engine_http import NO_ANSWER, ask
-from meshrl.rollout.config import ClientConfig
 from meshrl.sampling.retry import RunError
-from meshrl.trials.config import DEFAULT_SEQ_LEN, TrialDeadlinesConfig
+from meshrl.trials.config import DEFAULT_SEQ_LEN, TrialsConfig
 
 Api = Literal["generate", "chat_completions"]
 
@@ -37,34 +36,20 @@ class ServerFacts:
 
 
 class PolicyEndpoints:
-    """The servers of one command, at `urls` without /v1. `started`: this command starts them, with the base `model`.
-    `seq_len` None takes the engines' limit."""
+    """The servers of one command, at `urls` without /v1; with `inference` it starts them, with the base model."""
 
-    def __init__(
-        self,
-        http: aiohttp.ClientSession,
-        urls: Sequence[str],
-        client: ClientConfig,
-        deadlines: TrialDeadlinesConfig,
-        *,
-        model: str,
-        seq_len: int | None,
-        started: bool,
-    ) -> None:
-        self._urls = tuple(urls)
-        self._client = client
-        self._deadlines = deadlines
-        self._model = model
-        self._seq_len = seq_len
-        self._started = started
+    def __init__(self, http: aiohttp.ClientSession, urls: Sequence[str], config: TrialsConfig) -> None:
         self._http = http
-        self._serves_base = started
+        self._urls = tuple(urls)
+        self._config = config
+        self._started = config.inference is not None
+        self._serves_base = self._started
         self.version: int | None = None
         """The version loaded last."""
 
     async def wait_until_ready(self) -> ServerFacts:
         """Raises RunError for a server that does not answer."""
-        deadlines, client = self._deadlines, self._client
+        deadlines, client, most = self._config.deadlines, self._config.client, self._config.seq_len
         until_s = time.monotonic() + (deadlines.engine_startup_s if self._started else deadlines.startup_s)
         said = [await self._version_of(url, until_s) for url in self._urls]
         given = "api" in client.model_fields_set
@@ -75,11 +60,11 @@ class PolicyEndpoints:
             logger.info("sampling from {} at {}", kind, ", ".join(self._urls))
         if api == "chat_completions":
             urls = self._urls if self._started else tuple(client.base_url)
-            return ServerFacts(urls=urls, api=api, seq_len=self._seq_len or DEFAULT_SEQ_LEN)
+            return ServerFacts(urls=urls, api=api, seq_len=most or DEFAULT_SEQ_LEN)
         lengths = [await self._max_model_len(url) for url in self._urls]
         known = [length for length in lengths if length is not None]
         held = min(known, default=DEFAULT_SEQ_LEN)
-        return ServerFacts(urls=self._urls, api=api, seq_len=min(held, self._seq_len or held))
+        return ServerFacts(urls=self._urls, api=api, seq_len=min(held, most or held))
 
     async def load(self, folder: Path | None, version: int, *, what: str) -> None:
         """Has every engine serve the weights in `folder`, an absolute path, or the base model. Raises RunError when one
@@ -114,7 +99,7 @@ class PolicyEndpoints:
                 if time.monotonic() >= until_s:
                     raise RunError(
                         f"no server answers at {url} ({error}): start one with `inference --model.name"
-                        f" {self._model}`, name another with --client.base-url, or add --inference to have"
+                        f" {self._config.model.name}`, name another with --client.base-url, or add --inference to have"
                         " one started"
                     ) from error
                 await asyncio.sleep(LOOK_S)
@@ -128,7 +113,7 @@ class PolicyEndpoints:
             return None
 
     async def _post(self, url: str, body: object, what: str) -> tuple[int, object]:
-        deadline_s = self._deadlines.load_s
+        deadline_s = self._config.deadlines.load_s
         try:
             return await ask(self._http, "POST", url, body=body, deadline_s=deadline_s)
         except TimeoutError as error:

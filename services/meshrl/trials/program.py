@@ -39,30 +39,18 @@ TrialsConfigT = TypeVar("TrialsConfigT", bound=TrialsConfig)
 Work = Callable[[TrialRun], Coroutine[None, None, int]]
 
 
-def run_trials(
-    name: str, config: TrialsConfigT, results: TrialResults, work: Work, *, conversations: bool = False
-) -> NoReturn:
-    """`conversations` asks for the messages of every rollout."""
-    serve = partial(serve_trials, results=results, work=work, conversations=conversations)
-    run_program(name, config, serve, blocking_threads=None)
+def run_trials(name: str, config: TrialsConfigT, results: TrialResults, work: Work) -> NoReturn:
+    run_program(name, config, partial(serve_trials, results=results, work=work), blocking_threads=None)
 
 
 async def serve_trials(
-    config: TrialsConfig,
-    stop: asyncio.Event,
-    tracer: Tracer,
-    *,
-    results: TrialResults,
-    work: Work,
-    conversations: bool,
+    config: TrialsConfig, stop: asyncio.Event, tracer: Tracer, *, results: TrialResults, work: Work
 ) -> int:
     """Returns the exit code, 1 also after a stop. Raises ConfigError."""
     with results, FreePorts() as ports:
         engine = config.engine_config(ports)
         urls = config.engine_urls if engine is None else (f"{scheme()}://{engine.server.address}",)
-        lead = unless_stopped(
-            stop, _prepare_and_work(config, results, urls, ports("127.0.0.1"), tracer, work, conversations)
-        )
+        lead = unless_stopped(stop, _prepare_and_work(config, results, urls, ports("127.0.0.1"), tracer, work))
         how = "failed"
         try:
             if engine is not None:
@@ -95,23 +83,14 @@ async def serve_trials(
 
 
 async def _prepare_and_work(
-    config: TrialsConfig,
-    results: TrialResults,
-    urls: Sequence[str],
-    port: int,
-    tracer: Tracer,
-    work: Work,
-    conversations: bool,
+    config: TrialsConfig, results: TrialResults, urls: Sequence[str], port: int, tracer: Tracer, work: Work
 ) -> int:
     async with AsyncExitStack() as stack:
         client, deadlines = config.client, config.deadlines
         key = read_secret(
             "client.api_key", None, file=client.api_key_file, variable=client.api_key_var, environ=os.environ
         )
-        endpoints = PolicyEndpoints(
-            await stack.enter_async_context(engine_session(key)), urls, client, deadlines,
-            model=config.model.name, seq_len=config.seq_len, started=config.inference is not None,
-        )  # fmt: skip
+        endpoints = PolicyEndpoints(await stack.enter_async_context(engine_session(key)), urls, config)
         facts = await endpoints.wait_until_ready()
         names = [env.resolved_name for env in config.environments]
         served = config.rollout_config(list(facts.urls), facts.api, seq_len=facts.seq_len, port=port)
@@ -140,6 +119,6 @@ async def _prepare_and_work(
             },
             attempts=config.attempts,
             limit=lambda: given if isinstance(given, int) else pool.slots or UNKNOWN_LIMIT,
-            conversations=conversations,
+            conversations=config.keeps_conversations,
         )
         return await work(run)

@@ -60,9 +60,7 @@ def play() -> Callable[..., Any]:
 
     async def run(config: Any, results: TrialResults, work: Work, stop: asyncio.Event | None = None) -> int:
         tracer = TracerProvider().get_tracer("test")
-        return await serve_trials(
-            config, stop or asyncio.Event(), tracer, results=results, work=work, conversations=False
-        )
+        return await serve_trials(config, stop or asyncio.Event(), tracer, results=results, work=work)
 
     return run
 

@@ -63,9 +63,7 @@ class Stopping(TrialResults):
 
 def work_of(config: EvaluationConfig) -> Any:
     weights = weights_to_evaluate(config.weights_dir, config.steps, base=config.eval_base)
-    threshold, resamplings = config.pass_threshold, config.bootstrap_samples
-    loads = config.weights_dir is not None
-    return Evaluation(weights, Monitor([]), loads=loads, pass_threshold=threshold, resamplings=resamplings).run
+    return Evaluation(config, weights, Monitor([])).run
 
 
 async def test_an_evaluation_of_all_checkpoints_is_stopped_and_goes_on(

@@ -82,15 +82,8 @@ class Stopping(TrialResults):
 
 async def run(config: SynthesisConfig, results: Stopping) -> int:
     tracer = TracerProvider().get_tracer("test")
-    dataset = ConversationDataset(
-        config.dataset_path,
-        model=config.model.name,
-        min_reward=config.min_reward,
-        keep_truncated=config.keep_truncated,
-        reasoning_field=config.reasoning_field,
-    )
-    work = partial(synthesize, dataset)
-    return await serve_trials(config, results.stop, tracer, results=results, work=work, conversations=True)
+    work = partial(synthesize, ConversationDataset(config))
+    return await serve_trials(config, results.stop, tracer, results=results, work=work)
 
 
 @pytest.mark.timeout(900)  # imports and a tool server, on a machine that may be busy

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from meshrl.core.config import ConfigError
+from meshrl.synthesize.config import SynthesisConfig
 from meshrl.synthesize.dataset import ConversationDataset
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}
@@ -28,9 +29,9 @@ def rollout(number: int, reward: float = 1.0, **changes: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def dataset(path: Path, *, reasoning_field: str | None = "reasoning_content", **keep: Any) -> ConversationDataset:
-    options = {"min_reward": None, "keep_truncated": False, **keep}
-    return ConversationDataset(path, model="m", reasoning_field=reasoning_field, **options)
+def dataset(path: Path, **keys: Any) -> ConversationDataset:
+    given = {"dataset": path, "model": {"name": "m"}, "environment_ids": ["sums"], **keys}
+    return ConversationDataset(SynthesisConfig.model_validate(given))
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
