@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -18,36 +17,13 @@ from blake3 import blake3
 from meshrl.algorithms.recipes.base import Actor, Recipe, ScoreRequest, Scores, TokenScores
 from meshrl.client import WeightSyncClient
 from meshrl.core.credentials.secret import read_secret
+from meshrl.core.token_cache import TokenCache
 from meshrl.orchestrator.config import TeacherConfig
 from meshrl.sampling.retry import RunError
 from meshrl.wire.types import Rollout
 
 if TYPE_CHECKING:
     from meshrl.orchestrator.teachers.logprob_servers import LogprobServers
-
-
-class ScoreCache:
-    """Beyond `max_tokens` the least recently used go."""
-
-    def __init__(self, max_tokens: int) -> None:
-        self._max_tokens = max_tokens
-        self._tokens = 0
-        self._kept: OrderedDict[bytes, TokenScores] = OrderedDict()
-
-    def get(self, key: bytes) -> TokenScores | None:
-        found = self._kept.get(key)
-        if found is not None:
-            self._kept.move_to_end(key)
-        return found
-
-    def put(self, key: bytes, scores: TokenScores) -> None:
-        if (before := self._kept.pop(key, None)) is not None:
-            self._tokens -= len(before.logprobs)
-        self._kept[key] = scores
-        self._tokens += len(scores.logprobs)
-        while self._tokens > self._max_tokens and self._kept:
-            _, dropped = self._kept.popitem(last=False)
-            self._tokens -= len(dropped.logprobs)
 
 
 class RolloutScorer:
@@ -58,7 +34,7 @@ class RolloutScorer:
     ) -> None:
         self._recipes = recipes
         self._servers = servers
-        self._caches = {server: ScoreCache(cache_tokens) for server in servers.values()}
+        self._caches = {server: TokenCache[bytes, TokenScores](cache_tokens) for server in servers.values()}
 
     async def check(self) -> None:
         """Raises RunError when a model that is to score cannot."""
@@ -90,7 +66,7 @@ class RolloutScorer:
         key = digest.digest()
         if (known := cache.get(key)) is None:
             known = await server.score(request.token_ids, top_k=top_k)
-            cache.put(key, known)
+            cache.put(key, known, len(known.logprobs))
         own = slice(request.context, None)
         return TokenScores(
             logprobs=known.logprobs[own],

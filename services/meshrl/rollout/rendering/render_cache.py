@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import functools
 import json
-import time
 from array import array
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Generic, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from renderers.base import Renderer
 from renderers.default import DefaultRenderer
 
+from meshrl.core.token_cache import TokenCache
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
-ValueT = TypeVar("ValueT")
 
 KEPT_S = 300.0
 """No longer, since a template may write the date."""
@@ -26,41 +24,12 @@ PREFIX_TOKENS = 1_000_000
 SHORT_TEXT = 64
 
 
-class RenderCache(Generic[ValueT]):
-    """By the rendered input; beyond `max_tokens` together the least used go first."""
-
-    def __init__(self, max_tokens: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._max_tokens = max_tokens
-        self._clock = clock
-        self._held: OrderedDict[str, tuple[ValueT, int, float]] = OrderedDict()
-        self._tokens = 0
-
-    @staticmethod
-    def key(*parts: object) -> str | None:
-        """None for messages that JSON does not distinguish."""
-        try:
-            return json.dumps(parts)
-        except (TypeError, ValueError):
-            return None
-
-    def get(self, key: str | None) -> ValueT | None:
-        if key is None or (found := self._held.get(key)) is None:
-            return None
-        value, num_tokens, since_s = found
-        if self._clock() - since_s > KEPT_S:
-            del self._held[key]
-            self._tokens -= num_tokens
-            return None
-        self._held.move_to_end(key)
-        return value
-
-    def put(self, key: str | None, value: ValueT, num_tokens: int) -> None:
-        if key is None or key in self._held or num_tokens > self._max_tokens:
-            return
-        self._held[key] = (value, num_tokens, self._clock())
-        self._tokens += num_tokens
-        while self._tokens > self._max_tokens:
-            self._tokens -= self._held.popitem(last=False)[1][1]
+def key_of(*parts: object) -> str | None:
+    """Of a rendered input; None for messages that JSON does not distinguish."""
+    try:
+        return json.dumps(parts)
+    except (TypeError, ValueError):
+        return None
 
 
 def remember_prefixes(renderer: Renderer) -> None:
@@ -68,10 +37,10 @@ def remember_prefixes(renderer: Renderer) -> None:
     if type(renderer) is not DefaultRenderer or not hasattr(renderer, "_apply"):
         return
     apply = renderer._apply
-    cache: RenderCache[array[int]] = RenderCache(PREFIX_TOKENS)
+    cache: TokenCache[str, array[int]] = TokenCache(PREFIX_TOKENS, kept_s=KEPT_S)
 
     def kept(messages: object, *, tools: object = None, add_generation_prompt: bool = False) -> list[int]:
-        key = cache.key(messages, tools, add_generation_prompt)
+        key = key_of(messages, tools, add_generation_prompt)
         if (found := cache.get(key)) is not None:
             return found.tolist()
         token_ids: list[int] = apply(messages, tools=tools, add_generation_prompt=add_generation_prompt)

@@ -22,9 +22,10 @@ from verifiers.v1.types import Message
 
 from meshrl.core.chat_messages import normal_message
 from meshrl.core.config import ConfigError
+from meshrl.core.token_cache import TokenCache
 from meshrl.models.renderers import RendererError, make_renderer
 from meshrl.rollout.rendering.content import tell_content
-from meshrl.rollout.rendering.render_cache import PROMPT_TOKENS, RenderCache, quicken, remember_prefixes
+from meshrl.rollout.rendering.render_cache import KEPT_S, PROMPT_TOKENS, key_of, quicken, remember_prefixes
 from meshrl.rollout.rendering.tokenizer_folders import known_class, load_known
 from meshrl.wire.errors import MeshError, Reason
 
@@ -55,7 +56,7 @@ class PolicyRenderer:
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
         self._lock = asyncio.Lock()
-        self._first_prompts = RenderCache[RenderedTokens](PROMPT_TOKENS)
+        self._first_prompts = TokenCache[str, RenderedTokens](PROMPT_TOKENS, kept_s=KEPT_S)
         self.stop_token_ids: tuple[int, ...] = tuple(renderer.get_stop_token_ids())
         self.supports_tools: bool = getattr(renderer, "supports_tools", True)
 
@@ -71,7 +72,7 @@ class PolicyRenderer:
         previous = turn.previous_renderer_token_ids() if turn is not None and _can_be_appended(wire_tail) else None
 
         # The rollouts of a group begin with the same prompt.
-        key = None if turn is not None and turn.prefix_node_ids else RenderCache.key(wire, tools)
+        key = None if turn is not None and turn.prefix_node_ids else key_of(wire, tools)
 
         def render() -> RenderedPrompt:
             if previous is not None:
