@@ -30,7 +30,7 @@ async def _trainer(probe: Probe) -> Any:
     return answer
 
 
-def _batch(trainer: Any, step: int, *, token: int = 1, run_id: str = "") -> Batch:
+def _batch(trainer: Any, step: int, *, token: int = 1) -> Batch:
     """One row of one sample for each rank."""
     own = TOKENS // 2  # tokens of the policy
     row = MicroBatch(
@@ -47,7 +47,7 @@ def _batch(trainer: Any, step: int, *, token: int = 1, run_id: str = "") -> Batc
     )
     rows = tuple(replace(row, dp_rank=rank) for rank in range(max(1, trainer.dp_size)))
     return Batch(
-        run_id=run_id or trainer.runs[0].run_id,
+        run_id=trainer.runs[0].run_id,
         step=step,
         micro_batches=rows,
         loss_tokens=own * len(rows),

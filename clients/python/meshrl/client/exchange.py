@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 
-from opentelemetry.trace import Tracer
-
 from meshrl.client.channel import ChannelOptions, ServiceClient
 from meshrl.v1 import exchange_pb2 as pb
 from meshrl.v1 import exchange_pb2_grpc
@@ -19,8 +17,8 @@ class ExchangeClient(ServiceClient):
     server_role = "orchestrator"
     idempotent_methods = ("ListWorkers",)
 
-    def __init__(self, address: str, options: ChannelOptions | None = None, *, tracer: Tracer | None = None) -> None:
-        super().__init__(address, options, tracer=tracer)
+    def __init__(self, address: str, options: ChannelOptions | None = None) -> None:
+        super().__init__(address, options)
         self._stub = exchange_pb2_grpc.RolloutExchangeStub(self._channel)  # type: ignore[no-untyped-call]  # generated
         self._attach = self._channel.stream_stream(
             f"/{self.service}/Attach",
