@@ -14,19 +14,3 @@ from meshrl.orchestrator.config.program import (
     OrchestratorConfig,
     RolloutSamplesConfig,
 )
-
-__all__ = [
-    "TAUGHT",
-    "AdvantageConfig",
-    "AlgoConfig",
-    "DeadlinesConfig",
-    "EvalConfig",
-    "EvalEnvConfig",
-    "LogprobCheckConfig",
-    "NewRunConfig",
-    "OrchestratorConfig",
-    "RolloutSamplesConfig",
-    "TeacherConfig",
-    "TrainEnvConfig",
-    "TrainEnvsConfig",
-]

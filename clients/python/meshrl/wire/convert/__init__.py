@@ -20,27 +20,3 @@ from meshrl.wire.convert.weights import (
     version_event_from_proto,
     version_info_from_proto,
 )
-
-__all__ = [
-    "BatchReader",
-    "RolloutReader",
-    "agent_command_from_proto",
-    "agent_command_to_proto",
-    "batch_digest",
-    "batch_to_messages",
-    "from_proto",
-    "manifest_header",
-    "manifest_of",
-    "manifest_parts",
-    "manifest_size",
-    "message_of",
-    "micro_batch_from_proto",
-    "micro_batch_to_proto",
-    "rollout_event_from_proto",
-    "rollout_event_to_proto",
-    "rollout_messages",
-    "step_event_from_proto",
-    "to_proto",
-    "version_event_from_proto",
-    "version_info_from_proto",
-]
