@@ -101,7 +101,7 @@ async def measure(folder: Path, *, tokens: int, steps: int) -> str:
         start_s = time.perf_counter()
         await journal.batch(groups, assembled, drawn={})
         waits_s.append(time.perf_counter() - start_s)
-        journal.trained(step)
+        journal.ledger.train(step)
         journal.logged(step)
         journal.durable(step - KEPT_STEPS)
     await asyncio.to_thread(journal.close)

@@ -202,7 +202,7 @@ class World:
         if self.told >= min(self.step, self.recorded):
             return
         self.told += 1
-        self.journal.trained(self.told)
+        self.journal.ledger.train(self.told)
         if not record:
             return  # the record comes with the next process, if this one is cut off now
         asyncio.run(self.journal.load_step(self.told))
@@ -238,7 +238,7 @@ class World:
     def check(self) -> None:
         counted = Counter(one for step in range(1, self.step + 1) for one in self.trained[step][1])
         assert not [one for one, times in counted.items() if times > 1]
-        assert self.journal.balance().exact
+        assert self.journal.ledger.balance().exact
 
     def end(self) -> None:
         """Plays the run to a quiet end and closes the books."""

@@ -88,7 +88,7 @@ def build_loop(
         mesh.run,
         plan=make_plan(config, mesh, recipes),
         journal=journal,
-        slots=SlotUse(clock.now, lambda: services.rollouts.slots, journal.out),
+        slots=SlotUse(clock.now, lambda: services.rollouts.slots, lambda: journal.ledger.out),
         services=config.services,
         in_flight=services.rollouts.in_flight,
         tracer=tracer,

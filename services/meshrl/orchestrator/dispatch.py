@@ -139,7 +139,7 @@ class Dispatcher:
         self.dispatch()
 
     def _problems_of(self, rollout: Rollout) -> Problems:
-        if self._run.journal.is_open(rollout.rollout_id):
+        if self._run.journal.ledger.is_open(rollout.rollout_id):
             return [("rollout_id", f"must be a UUID of its own, got that of another, {rollout.rollout_id!r}")]
         if rollout.oldest_version is None and rollout.environment not in self._taught:
             unsaid = [place for place, sample in enumerate(rollout.samples) if sample.loss_mask.any()]

@@ -53,7 +53,7 @@ class StepFinisher:
 
     async def _finish(self, step: int, done: StepEvent, tasks: asyncio.TaskGroup) -> None:
         run = self._run
-        run.journal.trained(step)
+        run.journal.ledger.train(step)
         submitted = await run.take_step(step)
         self._logprobs.check(done, record.staleness_metrics(submitted.groups, step=step, law=run.plan.law))
         version = step if done.version is None else done.version

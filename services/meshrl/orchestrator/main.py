@@ -138,7 +138,7 @@ async def _train(
             last_step=config.last_step,
         )
         ending.push_async_callback(asyncio.to_thread, journal.close)
-        ending.callback(lambda: logger.info(f"rollouts: {journal.balance()}"))
+        ending.callback(lambda: logger.info(f"rollouts: {journal.ledger.balance()}"))
         shown = RecordMetrics()
         registry_of(tracer).register(shown)
         described = {

@@ -131,7 +131,7 @@ def make_config(tmp_path: Path) -> Callable[..., OrchestratorConfig]:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Callable[..., AbstractAsyncContextManager[Started]]:
-    """Runs the loop for a config against its services; yields the loop and its ledger."""
+    """Runs the loop for a config against its services; yields the loop and its journal."""
 
     @asynccontextmanager
     async def start(config: OrchestratorConfig, writer: LedgerWriter | None = None) -> AsyncIterator[Started]:

@@ -32,7 +32,7 @@ async def test_environments_of_one_run_train_by_their_own_algorithm(mesh, script
         mine={"type": "custom", "import_path": "custom_functions.Imitate", "kwargs": {"least": 1.0}},
     )
     config = make_config(mesh.services, train=train, batch_size=24, max_steps=2, max_async_level=0)
-    async with start(config) as (loop, ledger):
+    async with start(config) as (loop, journal):
         await loop.train()
     acted, nothing = [False, False, True, True, True], [False] * 5
     logprobs = [0, 0, -0.5, -0.5, -0.5]
@@ -49,7 +49,7 @@ async def test_environments_of_one_run_train_by_their_own_algorithm(mesh, script
             assert (sample["ce_weights"] or [0.0] * 5) == [0, observed, 0, 0, 0]
     assert sorted(seen["plain"]) == sorted(seen["tools"]) == [-0.5] * 8 + [0.5] * 8
     assert len(seen["mine"]) == 8
-    assert ledger.balance().trained == 40
+    assert journal.ledger.balance().trained == 40
 
 
 async def test_baselines_of_self_play_survive_the_orchestrator(mesh, script, batches, make_config, start) -> None:

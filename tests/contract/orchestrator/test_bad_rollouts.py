@@ -212,7 +212,7 @@ async def test_a_rollout_that_the_ledger_has_lost_is_counted_when_its_batch_is_d
     await mesh.start_trainer(0)
     async with start(config) as (loop, journal):
         await asyncio.wait_for(loop.train(), 60.0)
-        assert journal.balance().open == 0
+        assert journal.ledger.balance().open == 0
         journal.end()
     assert script.refused_batches == [1]
     assert assert_exact(tmp_path, 2).counts["dropped", "payload_damaged"] == 1

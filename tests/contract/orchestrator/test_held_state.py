@@ -16,7 +16,7 @@ def sizes(*owners: object) -> dict[str, int]:
 async def test_nothing_is_kept_of_the_steps_that_are_done(mesh, make_config, start) -> None:
     async with start(make_config(mesh.services, max_steps=12)) as (loop, journal):
         await loop.train()
-        held = sizes(loop, loop.run, loop.run.plan, loop.finisher.reporter, journal, journal._ledger, loop._uploader)
+        held = sizes(loop, loop.run, loop.run.plan, loop.finisher.reporter, journal, journal.ledger, loop._uploader)
     assert held["StepReporter.records"] == 0
     assert {name: count for name, count in held.items() if count >= 12} == {}
 

@@ -26,7 +26,7 @@ def staleness(script) -> list[int]:
 @pytest.mark.parametrize("level", [0, 1, 2])
 async def test_every_level_trains_all_steps_within_the_law(mesh, script, make_config, start, tmp_path, level) -> None:
     config = make_config(mesh.services, max_async_level=level, max_steps=6)
-    async with start(config) as (loop, ledger):
+    async with start(config) as (loop, journal):
         await loop.train()
     assert sorted(script.batches) == [1, 2, 3, 4, 5, 6]
     assert all(len(set(rollouts)) == 8 for rollouts in script.batches.values())
@@ -35,7 +35,7 @@ async def test_every_level_trains_all_steps_within_the_law(mesh, script, make_co
     written = records(tmp_path)
     assert [line["step"] for line in written] == [1, 2, 3, 4, 5, 6]
     assert all(line["off_policy/all/max"] <= level for line in written)
-    balance = ledger.balance()
+    balance = journal.ledger.balance()
     assert (balance.dispatched, balance.trained, balance.open) == (48, 48, 0)
 
 
@@ -62,11 +62,11 @@ async def test_level_one_generates_while_the_trainer_trains(mesh, script, make_c
 
 async def test_refused_groups_are_asked_for_again_under_a_new_request_id(mesh, script, make_config, start) -> None:
     script.refusals = [Reason.OVERLOADED, Reason.DRAINING, Reason.VERSION_NOT_AVAILABLE, Reason.OVERLOADED]
-    async with start(make_config(mesh.services, max_steps=2)) as (loop, ledger):
+    async with start(make_config(mesh.services, max_steps=2)) as (loop, journal):
         await loop.train()
     assert script.refused == {"OVERLOADED": 2, "DRAINING": 1, "VERSION_NOT_AVAILABLE": 1}
     assert len({request.request_id for request in script.requests}) == len(script.requests)
-    assert ledger.balance().trained == 16
+    assert journal.ledger.balance().trained == 16
 
 
 async def test_why_groups_are_refused_for_long_is_logged_once(mesh, script, make_config, start, monkeypatch, warned):
@@ -81,10 +81,10 @@ async def test_why_groups_are_refused_for_long_is_logged_once(mesh, script, make
 
 async def test_zero_signal_groups_are_counted_and_replaced(mesh, script, make_config, start, tmp_path) -> None:
     script.reward = lambda request, place: float(place % 2) if request.task_index % 2 else 1.0
-    async with start(make_config(mesh.services, max_async_level=1, max_steps=3)) as (loop, ledger):
+    async with start(make_config(mesh.services, max_async_level=1, max_steps=3)) as (loop, journal):
         await loop.train()
     assert all(len(rollouts) == 8 for rollouts in script.batches.values())
-    balance = ledger.balance()
+    balance = journal.ledger.balance()
     assert balance.exact
     assert balance.trained == 24
     assert balance.dropped["zero_signal"] > 0
@@ -109,12 +109,12 @@ async def test_tasks_without_signal_end_the_run_with_the_flag_to_set(
 
 async def test_a_group_survives_losses_and_errors_are_counted(mesh, script, make_config, start, tmp_path) -> None:
     script.fails = lambda request, place: place == 3
-    async with start(make_config(mesh.services, max_steps=2)) as (loop, ledger):
+    async with start(make_config(mesh.services, max_steps=2)) as (loop, journal):
         await loop.train()
     assert all(len(rollouts) == 6 for rollouts in script.batches.values())
     assert [line["errored_rollouts/all"] for line in records(tmp_path)] == [0.25, 0.25]
-    assert ledger.balance().failed == {"ENVIRONMENT_FAILED": 4}
-    assert ledger.balance().exact
+    assert journal.ledger.balance().failed == {"ENVIRONMENT_FAILED": 4}
+    assert journal.ledger.balance().exact
 
 
 async def test_lost_groups_are_replaced_until_there_are_too_many(mesh, script, make_config, start) -> None:
@@ -135,10 +135,10 @@ async def test_groups_lost_to_an_engine_that_restarts_do_not_end_the_run(
     script.failure_reason = "ENGINE_FAILED"
     patient = {"unreachable_s": 60.0}
     config = make_config(mesh.services, filters={"max_lost_groups": 4}, deadlines=patient, max_steps=2)
-    async with start(config) as (loop, ledger):
+    async with start(config) as (loop, journal):
         await asyncio.wait_for(loop.train(), 60.0)
-    assert ledger.balance().failed == {"ENGINE_FAILED": 48}
-    assert ledger.balance().trained == 16
+    assert journal.ledger.balance().failed == {"ENGINE_FAILED": 48}
+    assert journal.ledger.balance().trained == 16
 
 
 async def test_a_version_that_cannot_be_activated_is_skipped_where_the_law_allows(
@@ -174,11 +174,11 @@ async def test_a_failed_step_ends_the_run_with_its_reason(mesh, script, make_con
 async def test_stale_rollouts_are_dropped_and_replaced(mesh, script, make_config, start) -> None:
     script.step_s = 0.03
     config = make_config(mesh.services, max_async_level=2, max_off_policy_steps=0, max_steps=4)
-    async with start(config) as (loop, ledger):
+    async with start(config) as (loop, journal):
         await loop.train()
     assert set(staleness(script)) == {0}
-    assert ledger.balance().dropped["stale"] > 0
-    assert ledger.balance().exact
+    assert journal.ledger.balance().dropped["stale"] > 0
+    assert journal.ledger.balance().exact
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ async def test_a_dead_service_is_named_within_seconds(mesh, script, make_config,
 
 async def test_stopping_cancels_what_is_in_flight(mesh, script, make_config, start) -> None:
     script.rollout_s = 5.0
-    async with start(make_config(mesh.services)) as (loop, ledger):
+    async with start(make_config(mesh.services)) as (loop, journal):
         running = asyncio.create_task(loop.train())
         await until(lambda: script.in_flight >= 6)
         running.cancel()
@@ -205,8 +205,8 @@ async def test_stopping_cancels_what_is_in_flight(mesh, script, make_config, sta
             await running
     await until(lambda: not script.in_flight)
     assert script.cancelled == 6
-    ledger.end()
-    assert ledger.balance().cancelled == 24
+    journal.end()
+    assert journal.ledger.balance().cancelled == 24
 
 
 @pytest.mark.parametrize("level", [0, 1])
@@ -279,7 +279,7 @@ async def test_groups_that_were_long_begin_first_within_their_step_unless_the_ru
     config = make_config(
         mesh.services, train={"env": [{"id": "echo"}, {"id": "essay"}]}, max_async_level=0, max_steps=4, seed=seed
     )
-    async with start(config) as (loop, ledger):
+    async with start(config) as (loop, journal):
         sampler = loop._dispatcher._sampler
         sample = sampler.sample
         monkeypatch.setattr(
@@ -291,7 +291,7 @@ async def test_groups_that_were_long_begin_first_within_their_step_unless_the_ru
     assert order[:2] == ["echo", "essay"]  # as they were drawn: nothing is known of lengths yet
     assert order[2::2] == [first] * 3
     assert Counter(order) == {"echo": 4, "essay": 4}
-    assert ledger.balance().trained == 32
+    assert journal.ledger.balance().trained == 32
 
 
 @pytest.mark.parametrize("slots", [16, None])
@@ -336,9 +336,9 @@ async def test_group_sizes_of_environments_reach_their_requests_and_the_batch(
 ) -> None:
     script.environments = {"pairs": 50, "fours": 50}
     train = {"env": [{"id": "pairs", "group_size": 2, "ratio": 2.0}, {"id": "fours"}]}
-    async with start(make_config(mesh.services, train=train, max_async_level=1)) as (loop, ledger):
+    async with start(make_config(mesh.services, train=train, max_async_level=1)) as (loop, journal):
         await loop.train()
-        ledger.end()
+        journal.end()
     assert {(r.environment, r.group_size) for r in script.requests} == {("pairs", 2), ("fours", 4)}
     assert {len(rollouts) for rollouts in script.batches.values()} <= {8, 10}
     written = records(tmp_path)
@@ -367,11 +367,11 @@ async def test_groups_that_would_come_back_too_old_are_cancelled(mesh, script, m
     script.step_s = 0.01
     script.delay = lambda request: 0.3 if request.task_index % 3 == 0 and script.engine_version == 0 else 0.0
     config = make_config(mesh.services, max_async_level=2, max_off_policy_steps=0, max_steps=3)
-    async with start(config) as (loop, ledger):
+    async with start(config) as (loop, journal):
         await loop.train()
     assert script.cancelled_groups
-    assert ledger.balance().cancelled > 0
-    assert ledger.balance().exact
+    assert journal.ledger.balance().cancelled > 0
+    assert journal.ledger.balance().exact
     assert set(staleness(script)) == {0}
 
 
@@ -401,7 +401,7 @@ async def test_a_suspended_run_waits_beyond_its_deadlines_and_goes_on_once_it_is
 ) -> None:
     script.step_holds[2] = asyncio.Event()
     config = make_config(mesh.services, max_async_level=1, deadlines={"step_s": 5.0})
-    async with start(config) as (loop, ledger):
+    async with start(config) as (loop, journal):
         training = asyncio.create_task(loop.train())
         await until(lambda: 3 in script.batches)  # one trains and one waits; the next is refused
         mesh.trainer.book.suspension = Suspension(message="no room on its disk")
@@ -411,6 +411,6 @@ async def test_a_suspended_run_waits_beyond_its_deadlines_and_goes_on_once_it_is
         mesh.trainer.book.suspension = None
         script.step_holds[2].set()
         await training
-        ledger.end()
+        journal.end()
     assert sorted(step for event, step in script.log if event == "trained") == [1, 2, 3, 4]
     assert_exact(tmp_path, 4)

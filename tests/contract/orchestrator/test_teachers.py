@@ -80,9 +80,9 @@ async def test_a_teacher_and_rewards_train_environments_of_one_run(
         max_async_level=0,
         teacher=TeacherConfig.model_validate({"client": {"base_url": url}}),
     )
-    async with start(config) as (loop, ledger):
+    async with start(config) as (loop, journal):
         await loop.train()
-    assert ledger.balance().trained == 32
+    assert journal.ledger.balance().trained == 32
     seen = dict.fromkeys(script.environments, 0)
     said, likeliest = expected_logprobs(model)
     for name, sample in samples_of(batches):
@@ -146,7 +146,7 @@ async def test_a_teacher_plays_one_environment_and_the_policy_another(
     teacher = TeacherConfig.model_validate({"rollout": address})
     values = {"batch_size": 16, "max_steps": 10, "max_async_level": 0, "max_off_policy_steps": 1}
     try:
-        async with start(make_config(mesh.services, train=train, teacher=teacher, **values)) as (loop, ledger):
+        async with start(make_config(mesh.services, train=train, teacher=teacher, **values)) as (loop, journal):
             await loop.train()
     finally:
         await server.drain(grace_s=0.0)
@@ -158,7 +158,7 @@ async def test_a_teacher_plays_one_environment_and_the_policy_another(
     assert all(sample["ce_weights"] == [0, 0, 1, 1, 1] for sample in imitated)
     acted = [sample["loss_mask"] for name, sample in samples_of(batches) if name == "plain"]
     assert acted == [[False, False, True, True, True]] * 80
-    assert (ledger.balance().trained, ledger.balance().open) == (120, 0)  # and none was too old
+    assert (journal.ledger.balance().trained, journal.ledger.balance().open) == (120, 0)  # and none was too old
 
 
 async def test_a_rollout_of_the_policy_says_its_versions(mesh, script, make_config, start) -> None:

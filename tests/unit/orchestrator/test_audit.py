@@ -31,12 +31,12 @@ async def run(tmp_path: Path, finish_group, batch_group) -> Path:
     lines = []
     for step in (1, 2):
         await batch_group(journal, finish_group(journal, f"g{step}", 2), step)
-        journal.trained(step)
+        journal.ledger.train(step)
         journal.logged(step)
         counted = {f"progress/{name}": float(count) for name, count in asdict(journal.progress(step)).items()}
         lines.append({"step": step, "time/step": 1.0, **counted, "progress/total_tokens": 10.0 * step})
     for rollout in finish_group(journal, "g3", 2).rollouts:
-        journal._ledger.drop(rollout.rollout_id, "zero_signal")
+        journal.ledger.drop(rollout.rollout_id, "zero_signal")
     lines.append({"step": 2, "eval/echo/avg@1": 0.5})
     layout.metrics_jsonl.write_text("".join(json.dumps(line) + "\n" for line in lines))
     journal.end()

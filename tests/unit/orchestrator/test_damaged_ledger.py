@@ -91,8 +91,8 @@ def test_a_damaged_payload_costs_its_rollout(folder: Path) -> None:
     journal = reopened(folder, 0)
     (group,) = journal.starting_point.ready
     assert [rollout.rollout_id for rollout in group.rollouts] == ["g30", "g32"]
-    assert journal.balance().exact
-    assert journal.balance().dropped == {"payload_damaged": 1}
+    assert journal.ledger.balance().exact
+    assert journal.ledger.balance().dropped == {"payload_damaged": 1}
     journal.close()
     report = audit(folder)
     assert report.ok, report.table()

@@ -87,7 +87,7 @@ def test_what_is_read_at_a_restart_does_not_grow_with_the_steps_of_the_run(tmp_p
             tokens=steps * 320, samples=steps * ROLLOUTS, problems=steps
         )
         assert (journal.starting_point.drawn, journal.starting_point.next_sequence) == ({"echo": steps}, steps)
-        assert journal.balance().trained == steps * ROLLOUTS
+        assert journal.ledger.balance().trained == steps * ROLLOUTS
         journal.close()
     # In a process of its own: threads of earlier tests would take memory meanwhile.
     alone = subprocess.run([sys.executable, __file__, *folders], capture_output=True, text=True, timeout=120.0)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from meshrl.core.paths import Layout
 from meshrl.orchestrator.ledger.checkpoint_state import write_state
 from meshrl.orchestrator.ledger.rows import StepRecord
-from meshrl.orchestrator.ledger.rules import Balance, Ledger
+from meshrl.orchestrator.ledger.rules import Ledger
 from meshrl.orchestrator.ledger.store import LedgerStore
 from meshrl.orchestrator.work.batches import AssembledBatch
 from meshrl.orchestrator.work.screening import DropReason, RunTotals
@@ -64,7 +64,7 @@ class Journal:
         saves_last: bool = False,
     ) -> None:
         self.starting_point = start
-        self._ledger = ledger
+        self.ledger = ledger
         self._store = store
         self._layout = layout
         self._checkpoints = checkpoints
@@ -82,34 +82,27 @@ class Journal:
 
     def dispatch(self, ticket: GroupTicket) -> None:
         """Its own row comes last: a known group has all its rollouts."""
-        self._ledger.dispatch(ticket)
+        self.ledger.dispatch(ticket)
         self._store.dispatched(ticket)
 
     def record_event(self, ticket: GroupTicket, event: RolloutEvent) -> None:
         if isinstance(event, Rollout):
             self._store.keep(event)
             trace_id = trace_id_of(event.traceparent)
-            self._ledger.finish(ticket, event.rollout_id, event.oldest_version, trace_id)
+            self.ledger.finish(ticket, event.rollout_id, event.oldest_version, trace_id)
         elif isinstance(event, RolloutFailure):
-            self._ledger.fail(ticket.group_id, event.rollout_id, event.reason, trace_id_of(event.traceparent))
-
-    def is_open(self, rollout_id: str) -> bool:
-        """True from a rollout's return until it is dropped or trained."""
-        return self._ledger.is_open(rollout_id)
-
-    def out(self) -> int:
-        return self._ledger.out
+            self.ledger.fail(ticket.group_id, event.rollout_id, event.reason, trace_id_of(event.traceparent))
 
     def close_group(self, group: RolloutGroup, *, cancelled_for: str) -> None:
         """A group is over; its rollouts of an earlier process join it."""
-        self._ledger.close_group(
+        self.ledger.close_group(
             group.ticket.group_id, cancelled=group.cancelled, cancelled_for=cancelled_for, reason=group.cut_short
         )
         self._store.over(group)
         group.carry(self.starting_point.carried.get(group.ticket.replaces, ()))
 
     def drop(self, rollout_id: str, reason: DropReason) -> None:
-        self._ledger.drop(rollout_id, reason.value)
+        self.ledger.drop(rollout_id, reason.value)
 
     # --- steps ------------------------------------------------------------------------------------
 
@@ -135,7 +128,7 @@ class Journal:
         )
         for rollout_id in record.untrainable:
             self.drop(rollout_id, DropReason.UNTRAINABLE)
-        self._ledger.batch([one for one in assembled.advantages if one not in assembled.untrainable], step)
+        self.ledger.batch([one for one in assembled.advantages if one not in assembled.untrainable], step)
         self._store.batched(record, assembled.batch)
         self._records[step] = record
         try:
@@ -146,13 +139,10 @@ class Journal:
                 f"ledger {self._layout.ledger} was not written within {FLUSH_DEADLINE_S:g} s; is its disk full or slow?"
             ) from None
 
-    def trained(self, step: int) -> None:
-        self._ledger.train(step)
-
     def release(self, step: int, *, damaged: Iterable[str]) -> None:
         """Takes the batch of a step apart: its rollouts but the damaged wait for another step."""
         self._store.released(step)
-        self._ledger.release(step)
+        self.ledger.release(step)
         for rollout_id in damaged:
             self.drop(rollout_id, DropReason.DAMAGED)
         del self._records[step]
@@ -190,14 +180,14 @@ class Journal:
             )
         self._finished = min(self._finished, step)
         for again in range(step + 1, done + 1):
-            self._ledger.undo(again)
+            self.ledger.undo(again)
 
     def _forget(self) -> None:
         waits_for_checkpoints = self._checkpoints or self._durable > self._began_durable
         upto = min(self._finished, self._durable) if waits_for_checkpoints else self._finished
         if upto > self._forgotten:
             self._store.forget(upto)
-            self._ledger.make_final(upto)
+            self.ledger.make_final(upto)
             self._forgotten = upto
 
     async def state_checkpoint(self, last_step: int | None = None) -> None:
@@ -248,11 +238,8 @@ class Journal:
     # --- the end ------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        self._ledger.end(DropReason.RUN_ENDED.value)
+        self.ledger.end(DropReason.RUN_ENDED.value)
         self._store.end(DropReason.RUN_ENDED.value)
-
-    def balance(self) -> Balance:
-        return self._ledger.balance()
 
     def close(self) -> None:
         """Blocks until everything is on disk. Raises LedgerFileError."""

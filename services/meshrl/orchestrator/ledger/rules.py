@@ -128,6 +128,7 @@ class Ledger:
         self._move(key, RolloutState.FINISHED, rollout_id=rollout_id, oldest_version=oldest_version, trace_id=trace_id)
 
     def is_open(self, rollout_id: str) -> bool:
+        """True from a rollout's return until it is dropped or trained."""
         return rollout_id in self._key_of
 
     @property
