@@ -24,7 +24,6 @@ from meshrl.core.telemetry.log_folder import own_log
 from meshrl.core.waiting import StoppedError, unless_stopped
 from meshrl.launch.ports import FreePorts
 from meshrl.launch.supervise import Program, Supervisor
-from meshrl.rollout.main import serve
 from meshrl.sampling.retry import RunError
 from meshrl.sampling.sampler import RolloutSampler
 from meshrl.trials.config import TrialsConfig
@@ -92,26 +91,15 @@ async def _prepare_and_work(
         )
         endpoints = PolicyEndpoints(await stack.enter_async_context(engine_session(key)), urls, config)
         facts = await endpoints.wait_until_ready()
-        names = [env.resolved_name for env in config.environments]
         served = config.rollout_config(list(facts.urls), facts.api, seq_len=facts.seq_len, port=port)
-        pool = await stack.enter_async_context(
-            rollout_service(
-                lambda stop: serve(served, stop, tracer),
-                served.server.address,
-                names,
-                startup_s=deadlines.environments_s,
-            )
-        )
+        pool = await stack.enter_async_context(rollout_service(served, tracer, startup_s=deadlines.environments_s))
         sampler = RolloutSampler(pool, group_s=deadlines.rollout_s, retry_s=deadlines.rollout_s, clock=Clock())
         given = config.max_concurrent
-        wanted = {
-            env.resolved_name: (config.num_examples_of(env), config.group_size_of(env)) for env in config.environments
-        }
         run = TrialRun(
             seed=config.seed,
             endpoints=endpoints,
             facts=facts,
-            spans=task_spans(wanted, dict(pool.environments())),
+            spans=task_spans(config, pool.environments()),
             results=results,
             sampler=sampler,
             sampling={

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
+from opentelemetry.trace import Tracer
+
 from meshrl.client import ChannelOptions
+from meshrl.rollout.config import RolloutConfig
+from meshrl.rollout.main import serve
 from meshrl.sampling.pool import RolloutPool
 from meshrl.sampling.retry import RunError
+from meshrl.trials.config import TrialsConfig
 from meshrl.trials.plan import TaskSpan
 from meshrl.wire.types import EnvironmentInfo
 
@@ -18,20 +23,14 @@ END_DEADLINE_S = 30.0
 
 
 @asynccontextmanager
-async def rollout_service(
-    serve: Callable[[asyncio.Event], Coroutine[None, None, int]],
-    address: str,
-    names: Sequence[str],
-    *,
-    startup_s: float,
-) -> AsyncIterator[RolloutPool]:
-    """Serves at `address` until the end of the block; yields its pool once it hosts `names`. Raises ConfigError and
+async def rollout_service(config: RolloutConfig, tracer: Tracer, *, startup_s: float) -> AsyncIterator[RolloutPool]:
+    """Serves until the end of the block; yields its pool once it hosts every environment. Raises ConfigError and
     RunError."""
     stop = asyncio.Event()
-    serving = asyncio.create_task(serve(stop))
+    serving = asyncio.create_task(serve(config, stop, tracer))
     options = ChannelOptions(reconnect_s=UNREACHABLE_S)
-    pool = RolloutPool([address], unreachable_s=UNREACHABLE_S, options=options)
-    gathering = asyncio.create_task(pool.gather(names, startup_s=startup_s))
+    pool = RolloutPool([config.server.address], unreachable_s=UNREACHABLE_S, options=options)
+    gathering = asyncio.create_task(pool.gather([env.resolved_name for env in config.env], startup_s=startup_s))
     try:
         await asyncio.wait({serving, gathering}, return_when=asyncio.FIRST_COMPLETED)
         if serving.done():
@@ -52,14 +51,14 @@ async def rollout_service(
             worker.kill()
 
 
-def task_spans(wanted_of: Mapping[str, tuple[int, int]], infos: Mapping[str, EnvironmentInfo]) -> list[TaskSpan]:
-    """The tasks to play of each environment: so many (-1 for all), with so many rollouts each. Raises RunError for one
-    without end."""
+def task_spans(config: TrialsConfig, infos: Mapping[str, EnvironmentInfo]) -> list[TaskSpan]:
+    """The tasks to play of each environment. Raises RunError for one without end."""
     spans: list[TaskSpan] = []
-    for name, (wanted, group_size) in wanted_of.items():
+    for env in config.environments:
+        name, wanted = env.resolved_name, config.num_examples_of(env)
         there = infos[name].num_tasks
         if there is None and wanted < 0:
             raise RunError(f"{name} never runs out of tasks; say how many to play (--num-examples 100)")
         tasks = wanted if there is None else there if wanted < 0 else min(wanted, there)
-        spans.append(TaskSpan(environment=name, tasks=tasks, group_size=group_size))
+        spans.append(TaskSpan(environment=name, tasks=tasks, group_size=config.group_size_of(env)))
     return spans
