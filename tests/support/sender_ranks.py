@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,25 @@ from meshrl.versions.transports.broadcast import CPU, BroadcastShare, BroadcastT
 from meshrl.versions.transports.rank_calls import RankCalls, RankCallThread
 from meshrl.wire.manifest import plan_tensors
 from meshrl.wire.types import CollectivePlan
+
+
+class EndingStore:
+    """A rank's store whose waits end with `close`: a daemon thread that waits in C++ when the interpreter ends aborts
+    the process."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self._closed = store, threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def wait(self, keys: Sequence[str], timeout: object) -> None:
+        while not self._store.check(keys):
+            if self._closed.wait(0.005):
+                raise RuntimeError("closed")
+
+    def close(self) -> None:
+        self._closed.set()
 
 
 class TwoRanks:
@@ -39,7 +59,8 @@ class TwoRanks:
             )
             for sender in range(2)
         ]
-        RankCallThread(self.shares[1], reach_store(address, deadline_s=30.0), rank=1)
+        self._second = EndingStore(reach_store(address, deadline_s=30.0))
+        RankCallThread(self.shares[1], self._second, rank=1)  # type: ignore[arg-type]  # all of a store that it calls
         line, calls = VersionLine(run_id=run_id, epoch=1), RankCalls(self.shares[0], self.store, num_ranks=2)
         self.transport = BroadcastTransport(
             line, calls, self.shares[0], self.plan, client, self.store, watch_s=0.1, **more
@@ -52,3 +73,7 @@ class TwoRanks:
             rows = {name: tensor[slice(*rows_of(len(tensor), sender, 2))] for name, tensor in weights.items()}
             share.held.put(version, take_snapshot(self.plan, rows, sender, CPU))
         return await self.publisher.publish(version, Captured())
+
+    async def close(self) -> None:
+        await self.publisher.close()
+        self._second.close()

@@ -246,4 +246,4 @@ async def test_two_ranks_broadcast_the_deltas_of_their_rows(model: str, hub: str
             kinds.append(manifest.kind)
         assert kinds == [FULL, DELTA, DELTA, DELTA]
         assert [chunk.offset for chunk in manifest.chunks] == [0, manifest.chunks[0].length]
-        await ranks.publisher.close()
+        await ranks.close()

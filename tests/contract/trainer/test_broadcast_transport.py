@@ -245,7 +245,7 @@ async def test_late_engine_pulls_what_two_ranks_hold(model: str, hub: str) -> No
             assert [(step.transport, step.result_root) for step in found.steps] == [
                 (Transport.STREAM, manifest.result_root)
             ]
-        await ranks.publisher.close()
+        await ranks.close()
 
 
 async def test_copy_under_way_over_several_ranks_ends_when_the_next_version_comes(
@@ -272,7 +272,7 @@ async def test_copy_under_way_over_several_ranks_ends_when_the_next_version_come
         async with asyncio.timeout(20.0):
             await ranks.publish(1, weights)
             await ranks.transport._in_thread(lambda: None)  # the thread that calls the ranks is free
-        await ranks.publisher.close()
+        await ranks.close()
 
 
 async def test_defect_in_looking_for_late_engines_is_heard_at_the_next_version(

@@ -83,7 +83,7 @@ class Divided(MemoryEngine):
 async def two_ranks(mesh: Mesh) -> AsyncIterator[TwoRanks]:
     made = TwoRanks(state_of(0), mesh.client(), run_id="run", bucket_bytes=100, deadline_s=DEADLINE_S)
     yield made
-    await made.publisher.close()
+    await made.close()
 
 
 async def scatters(trainer: TwoRanks, version: int, state: State) -> bool:
