@@ -48,7 +48,8 @@ class VersionStore:
         self._parts: dict[str, VersionBytes] = {}
         self._chains: dict[str, Chain] = {}  # of deltas, by artifact
         self._damaged: set[str] = set()  # artifacts that changed at rest
-        self._merging, self._changing = threading.Lock(), threading.Lock()
+        self._merging = threading.Lock()
+        self._changing = threading.Lock()  # the parts and chains: an engine may ask for some while others are deleted
 
     def prepare(self, live: Collection[str]) -> None:
         """Loads `live` artifacts from the spool, and what they lead on from, and deletes the rest."""
@@ -136,8 +137,9 @@ class VersionStore:
             raise MeshError(Reason.UNKNOWN_VERSION, f"the chain of version {version} is gone")
         with self._merging:  # deltas are merged once
             found = chains.steps_to(list(chain.values()), held_root, whole=whole)
-        merged = (part for part in found if part not in chain.values())
-        self._parts.update((artifact_id_of(part.manifest), part) for part in merged)
+        merged = {artifact_id_of(part.manifest): part for part in found if part not in chain.values()}
+        with self._changing:
+            self._parts.update(merged)
         return tuple(part.manifest for part in found)
 
     def part(self, artifact_id: str) -> Manifest | None:
@@ -192,7 +194,8 @@ class VersionStore:
 
     def _remove(self, artifact_id: str, paths: Sequence[str]) -> None:
         folder = self._spool_dir / artifact_id
-        self._parts = {name: part for name, part in self._parts.items() if not part.folder.is_relative_to(folder)}
+        with self._changing:
+            self._parts = {name: part for name, part in self._parts.items() if not part.folder.is_relative_to(folder)}
         shutil.rmtree(folder, ignore_errors=True)
         _delete_files(artifact_id, list(map(Path, paths)))
 
