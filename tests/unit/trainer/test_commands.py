@@ -221,15 +221,16 @@ def test_a_rank_carries_out_each_command_for_the_run_that_it_names() -> None:
     line = Line()
     commands = CommandSender(line)
     commands.send(CreateCommand(run_id="second", settings=RunSettings()))
-    for run_id, weights_only in (("main", False), ("second", True), ("main", True)):
-        commands.send(SaveCommand(run_id=run_id, weights_only=weights_only))
+    saves = [("main", False, True), ("second", True, False), ("main", True, False)]
+    for run_id, weights_only, in_background in saves:
+        commands.send(SaveCommand(run_id=run_id, weights_only=weights_only, in_background=in_background))
     commands.send(StopCommand())
-    done: list[tuple[str, object]] = []
+    done: list[tuple[object, ...]] = []
 
     def run(run_id: str) -> RankRun:
         state: Any = SimpleNamespace(run_id=run_id)
         checkpointer: Any = SimpleNamespace(
-            save=lambda *, weights_only: done.append((run_id, weights_only)),
+            save=lambda *, weights_only, in_background: done.append((run_id, weights_only, in_background)),
             wait_for_save=lambda: done.append((run_id, "waited")),
         )
         return RankRun(state=state, checkpointer=checkpointer)
@@ -237,4 +238,4 @@ def test_a_rank_carries_out_each_command_for_the_run_that_it_names() -> None:
     learner: Any = SimpleNamespace(parallel=line)
     maker: Any = SimpleNamespace(make=lambda run_id, settings: run(run_id))
     RankWorker(learner, run("main"), maker=maker, publish_dtype=torch.bfloat16).run()
-    assert done == [("main", False), ("second", True), ("main", True), ("main", "waited"), ("second", "waited")]
+    assert done == [*saves, ("main", "waited"), ("second", "waited")]
