@@ -62,8 +62,7 @@ def test_the_standard_library_logs_the_same_way(tmp_path):
 
 @pytest.mark.parametrize(("level", "shown"), [("info", []), ("debug", ["session", "request"])])
 def test_libraries_that_log_every_call_are_shown_at_debug_alone(tmp_path, level, shown):
-    from mcp.client.streamable_http import logger as mcp_logger
-
+    mcp_logger = logging.getLogger("mcp.client.streamable_http")  # its module, which takes a second to import
     setup_logging("rollout", level, tmp_path / "log")
     mcp_logger.info("session")
     logging.getLogger("httpx").info("request")
