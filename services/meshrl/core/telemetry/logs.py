@@ -60,9 +60,12 @@ class _LogFile:
     """A full disk loses lines, which stderr reports once, and never ends the program."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("ab", buffering=0)
+        except OSError as error:
+            raise SystemExit(disk_trouble(error) or f"cannot write {path}: {error}") from error
         self._path = path
-        self._file = path.open("ab", buffering=0)
         self._failing = False
 
     def write(self, line: str) -> None:
@@ -77,13 +80,6 @@ class _LogFile:
 
     def stop(self) -> None:
         self._file.close()
-
-
-def _open_log(path: Path) -> _LogFile:
-    try:
-        return _LogFile(path)
-    except OSError as error:
-        raise SystemExit(disk_trouble(error) or f"cannot write {path}: {error}") from error
 
 
 def with_trace(line: str) -> Callable[[Record], str]:
@@ -112,7 +108,7 @@ def setup_logging(name: str, level: str, log_file: Path | None = None, *, json_l
     logger.add(sys.stdout, level=level, format=line, serialize=json_logging, backtrace=False, diagnose=False)
     if log_file is not None and not stdout_goes_beside(log_file):
         logger.add(
-            _open_log(log_file),
+            _LogFile(log_file),
             level=level,
             format=line,
             serialize=json_logging,
