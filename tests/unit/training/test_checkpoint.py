@@ -131,6 +131,8 @@ def test_going_back_sets_later_checkpoints_aside(model: str, tmp_path: Path) -> 
     Checkpointer(*back, tmp_path, tokenizer=None).restore(2)
     assert Checkpointer(*kit.build(model), tmp_path, tokenizer=None).restore(-1) == 2, "or a crash would bring back 6"
     assert (tmp_path / "checkpoints" / "superseded_step_6" / "trainer" / files.MANIFEST).is_file()
+    assert steps_in(tmp_path / "weights") == [2], "or eval would score steps that this run never reached"
+    assert (tmp_path / "weights" / "superseded_step_6" / "model.safetensors").is_file()
 
 
 # --- pruning ----------------------------------------------------------------------------------------

@@ -230,9 +230,9 @@ class Checkpointer:
     def restore(self, step: int) -> int:
         """Loads model, optimizer, progress and random state; -1 takes the newest checkpoint. Returns the step.
 
-        With another number of ranks random states start anew. Checkpoints of later steps are set aside, since the run
-        goes another way from here. Raises CheckpointError, on all ranks, when there is none to resume from, or it is
-        damaged or of another model.
+        With another number of ranks random states start anew. Checkpoints and snapshots of later steps are set aside,
+        since the run goes another way from here. Raises CheckpointError, on all ranks, when there is none to resume
+        from, or it is damaged or of another model.
         """
         step, manifest = self._found(step)
         self._read(self._folder(step), manifest, with_optimizer=True)
@@ -394,10 +394,13 @@ class Checkpointer:
         self._on_branch = True
         if not self._group.plan.leads:
             return
-        for later in self._resumable():
-            if later > step and self._folder(later) not in self._own:
-                aside = files.supersede(step_folder(self._checkpoints, later))
-                logger.warning("the checkpoint of step {} is not of this run's past: kept as {}", later, aside)
+        saved = (self._checkpoints, self._folder, self._resumable())
+        snapshots = (self._weights, self._weights_folder, steps_in(self._weights))
+        for root, written, steps in (saved, snapshots):
+            for later in steps:
+                if later > step and written(later) not in self._own:
+                    folder = step_folder(root, later)
+                    logger.warning("{} is not of this run's past: kept as {}", folder, files.supersede(folder))
 
     def _resumable(self) -> list[int]:
         return steps_in(self._checkpoints, PART)
