@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -96,6 +97,13 @@ def _resume(
     algorithms: Mapping[str, Mapping[str, float]] = {}
     if step in past.steps:
         progress, algorithms = past.steps[step].progress, past.steps[step].algorithms
+        with suppress(RunError):  # the totals of a damaged file are those of the record
+            if state_path(layout, step).exists() and (saved := read_state(layout, step)[0]) != progress:
+                logger.warning(
+                    f"the checkpoint of step {step} is not of this run, which has {progress.tokens} tokens by then,"
+                    f" where the checkpoint has {saved.tokens}: it is of an earlier run in this folder, or of steps"
+                    " that were undone, and its weights are what is trained on; --ckpt.resume-step names another"
+                )
     elif step in past.damaged_steps and not state_path(layout, step).exists():
         raise RunError(
             f"the record of step {step} in {layout.ledger} is damaged, and nothing else has the run's totals; resume"
