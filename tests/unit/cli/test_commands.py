@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import socket
 import sqlite3
@@ -513,6 +514,19 @@ def test_the_doctor_names_programs_that_were_killed_with_their_rl(tmp_path: Path
     ]
     assert run["state"] == "warn"
     assert "it ended by: trainer is gone: process 4194305 ended 60 s ago without saying so" in run["found"]
+
+
+def test_the_doctor_names_why_a_program_does_not_answer(tmp_path: Path) -> None:
+    (tmp_path / "state").mkdir()
+    stuck = ProgramState(
+        program="trainer", host=socket.gethostname(), pid=os.getpid(), at_s=time.time(), stuck_s=8.0,
+        serves=("127.0.0.1:1",),
+    )  # fmt: skip
+    (tmp_path / "state/trainer.json").write_text(stuck.to_json())
+    findings = json.loads(meshrl("doctor", "--json", "-o", str(tmp_path)).output)
+    (trainer,) = [finding for finding in findings if finding["what"] == "trainer"]
+    assert trainer["state"] == "fail"
+    assert trainer["found"].endswith("; it answers nobody: its event loop is stuck for 8 s")
 
 
 def test_the_doctor_takes_the_pythons_that_the_distribution_takes(

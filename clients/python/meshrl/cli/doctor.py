@@ -158,8 +158,11 @@ def _services(folder: RunFolder) -> Iterator[Diagnosis]:
         else:
             yield Diagnosis(what="run", state="ok", found=found)
         return
+    states = folder.states()
     for row in run(read_status(folder)).rows:
         found = f"{row.state} at {row.address}; {row.detail}"
+        if row.service in states and (trouble := states[row.service].trouble(time.time())):
+            found += f"; it {trouble}"
         if row.figures.get("suspension"):
             remedy = f"meshrl run resume {row.figures['run_id']} lets it go on"
             yield Diagnosis(what=row.service, state="warn", found=found, remedy=remedy)
