@@ -121,6 +121,13 @@ def first_difference(pair: tuple[Driven, Driven]) -> tuple[str, int]:
     return "", preempted
 
 
+def compare(model: str) -> dict[str, Any]:
+    init_none_hash(get_hash_fn_by_name("sha256"))
+    pair: Any = tuple(Driven(model, ours=ours, slots=48, blocks=130) for ours in (True, False))
+    difference, preempted = first_difference(pair)
+    return {"difference": difference, "preempted": preempted}
+
+
 def decoding_ms(driven: Driven, requests: int) -> float:
     """CPU milliseconds of a step that decodes so many requests."""
     for number in range(requests):
@@ -133,15 +140,9 @@ def decoding_ms(driven: Driven, requests: int) -> float:
     return 1000 * statistics.median(driven.cpu_s)
 
 
-def compare(model: str, requests: int) -> dict[str, Any]:
-    init_none_hash(get_hash_fn_by_name("sha256"))
-    few: Any = tuple(Driven(model, ours=ours, slots=48, blocks=130) for ours in (True, False))
-    difference, preempted = first_difference(few)
-    ours, vllms = (
-        decoding_ms(Driven(model, ours=ours, slots=requests, blocks=40 * requests), requests) for ours in (True, False)
-    )
-    return {"difference": difference, "preempted": preempted, "ours_ms": ours, "vllm_ms": vllms}
-
-
 if __name__ == "__main__":
-    print(json.dumps(compare(sys.argv[1], int((*sys.argv[2:], "128")[0]))))
+    model, requests = sys.argv[1], int((*sys.argv[2:], "128")[0])
+    found = compare(model)
+    for name, ours in (("ours_ms", True), ("vllm_ms", False)):
+        found[name] = decoding_ms(Driven(model, ours=ours, slots=requests, blocks=40 * requests), requests)
+    print(json.dumps(found))

@@ -56,7 +56,7 @@ def workers_of_a_gpu() -> list[str]:
 
 if __name__ == "__main__":
     found = {
-        "scheduler": scheduler_pair.compare(sys.argv[1], 32),
+        "scheduler": scheduler_pair.compare(sys.argv[1]),
         "stream": logprobs_of_a_stream(),
         "left": left_to_collect(),
         "workers": workers_of_a_gpu(),  # the last one: it changes vLLM
