@@ -42,7 +42,9 @@ STOP_S = 60.0
 POLL_S = 0.02
 ATTEMPTS = 5
 RequestT = TypeVar("RequestT")
-SOURCES = tuple(str(Path(__file__).parents[2] / part) for part in ("services", "clients/python"))
+SOURCES = tuple(
+    str(Path(__file__).parents[2] / part) for part in ("services", "clients/python", "tests/contract/inference")
+)  # the last one has programs for tests
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +179,7 @@ class EngineMesh:
         self.hub = Program(Path(sys.executable), "meshrl.weights.main", hub, folder, "weights")
         self.hub_address = self.hub.address(r"serving WeightSync at (\S+)")
         self.seed: int | None = None
-        self.version = -1
+        self.epoch, self.version = 1, -1
         try:
             self.begin_engine()
             if waits:
@@ -256,7 +258,9 @@ class EngineMesh:
         """Publishes the next version; the engine prepares it beside its work and serves on with the one before."""
         options = ChannelOptions(unary_deadline_s=30.0, retry_attempts=2, retry_backoff_s=0.05)
         async with WeightSyncClient(self.hub_address, options) as client:
-            publisher = StatePublisher(client, transport, self.folder / "broadcasts", adapter=adapter, num_threads=3)
+            publisher = StatePublisher(
+                client, transport, self.folder / "broadcasts", epoch=self.epoch, adapter=adapter, num_threads=3
+            )
             self.version += 1
             await publisher.publish(self.version, state, probe=probe)
             await publisher.close()

@@ -74,11 +74,11 @@ class GroupSenders:
             deadline_s=5.0,
         )
 
-    async def open(self, hub: WeightSyncClient, *, num_receivers: int = 1) -> None:
+    async def open(self, hub: WeightSyncClient, *, num_receivers: int = 1, epoch: int = 1) -> None:
         """Forms a group with the hub's one engine; returns once both sides are in it."""
         opened = await hub.open_group(
             run_id="run",
-            epoch=1,
+            epoch=epoch,
             store_address=self.address,
             backend=self.backend,
             num_senders=self.plan.num_senders,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 ENGINES = "tests/contract/inference/"
 LIVE_RUN = "tests/mesh/test_live_"
-OWN_ENGINES = {"test_adapters.py", "test_mixture.py", "test_parallel.py", "test_scattered.py"}
+OWN_ENGINES = {"test_adapters.py", "test_mixture.py", "test_parallel.py"}
 LONGEST_FIRST = (
     "tests/mesh/", "tests/wan/", ENGINES, "tests/contract/training/", "tests/contract/trainer/",
     "tests/contract/", "tests/unit/training/", "tests/unit/models/",

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from meshrl.inference.main import main
+from patient_workers import sleep_soon
 
 RECEIVED, LIVE = "MESHRL_TEST_RECEIVED", "MESHRL_TEST_LIVE"
 
@@ -92,5 +93,6 @@ def keep_weights_plain() -> None:
 
 
 if __name__ == "__main__":
+    sleep_soon()
     keep_weights_plain()
     main()

@@ -23,7 +23,12 @@ from plain_model import ALPHA, RANK, TARGETS, adapted_model, logits_of, plain_st
 PROMPTS = ([1, 2, 3], [1 + index % 63 for index in range(400)])
 TOKENS = 12  # of an answer; two workers on a machine of two cores take their time for each
 LENGTH = 200  # of a request that an adapter comes beside
-LORA = {"vllm": {"vllm": {"enable_lora": True, "max_lora_rank": 8, "max_loras": 8, "tensor_parallel_size": 2}}}
+LORA = {
+    "vllm": {
+        "module": "patient_workers",
+        "vllm": {"enable_lora": True, "max_lora_rank": 8, "max_loras": 8, "tensor_parallel_size": 2},
+    }
+}
 
 
 @pytest.fixture(scope="module")

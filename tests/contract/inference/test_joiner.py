@@ -26,7 +26,6 @@ SLOW_MBPS = 0.05  # its 411 kB take a minute
 def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Engines come up once this file is there."""
     monkeypatch.setenv(slow_engine.GATE, str(tmp_path / "gate"))
-    monkeypatch.setenv("PYTHONPATH", str(Path(slow_engine.__file__).parent))
     return tmp_path / "gate"
 
 
