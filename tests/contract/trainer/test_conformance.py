@@ -8,9 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
-from conformance_kit import verdict
-from meshrl.core.config.shared import ServerConfig
-from meshrl.core.rpc.serve import GrpcServer
+from conformance_kit import served, verdict
 from meshrl.v1 import trainer_pb2 as pb
 from meshrl.v1 import trainer_pb2_grpc as pb_grpc
 from meshrl.wire.errors import MeshError, from_rpc_error
@@ -139,13 +137,9 @@ class KeepsItsOldestSecret(Relayed):
     ],
 )
 async def test_a_trainer_that_breaks_a_rule_is_named_by_it(mesh: Mesh, servicer: type[Relayed], rule: str) -> None:
-    server = GrpcServer(ServerConfig(port=0))
-    async with grpc.aio.insecure_channel(mesh.address) as channel:
-        server.add("meshrl.v1.TrainerService", servicer.add_to, servicer(channel))
-        address = f"127.0.0.1:{await server.start()}"
-        server.set_serving()
-        try:
-            broken, _ = await verdict(address, "trainer", full=True)
-        finally:
-            await server.drain(0.0)
+    async with (
+        grpc.aio.insecure_channel(mesh.address) as channel,
+        served("meshrl.v1.TrainerService", servicer.add_to, servicer(channel)) as address,
+    ):
+        broken, _ = await verdict(address, "trainer", full=True)
     assert set(broken) == {rule}, broken

@@ -9,10 +9,8 @@ from typing import Any
 import google_crc32c
 import pytest
 
-from conformance_kit import verdict
+from conformance_kit import served, verdict
 from meshrl.client import WeightSyncClient
-from meshrl.core.config.shared import ServerConfig
-from meshrl.core.rpc.serve import GrpcServer
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.weights.service import WeightSyncService
 from meshrl.wire import frames
@@ -113,15 +111,11 @@ class OneMessageIsTooSmall(WeightSyncService):
 
 async def test_a_manifest_that_is_too_large_for_a_message_comes_in_parts(mesh: Mesh, engine: MemoryEngine) -> None:
     await commit_version(mesh, engine)
-    server = GrpcServer(ServerConfig(port=0))
-    server.add(frames.SERVICE, frames.add_weight_sync, OneMessageIsTooSmall(mesh.hub))
-    address = f"127.0.0.1:{await server.start()}"
-    server.set_serving()
-    try:
-        async with WeightSyncClient(address) as client:
-            manifest, artifact = await client.get_manifest()
-    finally:
-        await server.drain(0.0)
+    async with (
+        served(frames.SERVICE, frames.add_weight_sync, OneMessageIsTooSmall(mesh.hub)) as address,
+        WeightSyncClient(address) as client,
+    ):
+        manifest, artifact = await client.get_manifest()
     assert artifact == artifact_id(manifest)
     assert (manifest.version, bool(manifest.tensors)) == (0, True)
 
@@ -137,14 +131,8 @@ class BeginsLate(WeightSyncService):
 
 async def test_a_slow_hub_breaks_no_rule(mesh: Mesh, engine: MemoryEngine) -> None:
     await commit_version(mesh, engine)
-    server = GrpcServer(ServerConfig(port=0))
-    server.add(frames.SERVICE, frames.add_weight_sync, BeginsLate(mesh.hub))
-    address = f"127.0.0.1:{await server.start()}"
-    server.set_serving()
-    try:
+    async with served(frames.SERVICE, frames.add_weight_sync, BeginsLate(mesh.hub)) as address:
         broken, _ = await verdict(address, "weights")
-    finally:
-        await server.drain(0.0)
     assert broken == {}
 
 
@@ -181,12 +169,6 @@ async def test_a_hub_that_breaks_rules_is_named_by_them(
     publishes = servicer is BreaksMuch
     if not publishes:
         await commit_version(mesh, engine)
-    server = GrpcServer(ServerConfig(port=0))
-    server.add(frames.SERVICE, frames.add_weight_sync, servicer(mesh.hub))
-    address = f"127.0.0.1:{await server.start()}"
-    server.set_serving()
-    try:
+    async with served(frames.SERVICE, frames.add_weight_sync, servicer(mesh.hub)) as address:
         broken, _ = await verdict(address, "weights", full=publishes)
-    finally:
-        await server.drain(0.0)
     assert set(broken) == rules, broken
