@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
+from wandb.proto import wandb_internal_pb2
 
 from http_servers import serving_http
 from meshrl.core.config import ConfigError
@@ -86,6 +87,9 @@ def test_wandb_offline_takes_metrics_tables_and_histograms(tmp_path: Path) -> No
     tables = [json.loads(path.read_text()) for path in run.glob("files/media/table/samples_*.table.json")]
     rows = sorted(row for table in tables for row in table["data"])
     assert [(row[0], row[3], row[4]) for row in rows] == [(step, "say abc", "abc") for step in (1, 2, 30)]
+    (recorded,) = run.glob("*.wandb")
+    along_steps = wandb_internal_pb2.MetricRecord(glob_name="*", step_metric="step").SerializeToString()
+    assert along_steps in recorded.read_bytes()
 
 
 def test_wandb_mode_of_the_environment_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

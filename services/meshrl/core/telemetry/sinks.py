@@ -52,6 +52,7 @@ class WandbSink(Sink):
                 mode=mode,
                 config=dict(settings),
             )
+            self._run.define_metric("*", step_metric="step")  # its own counts calls, from 0 in a resumed run as well
         except Exception as error:  # noqa: BLE001  # wandb raises what it likes, and metrics are not worth a run
             logger.warning(
                 "no metrics go to W&B: {}; run `wandb login` or set WANDB_API_KEY, or set wandb.offline or WANDB_MODE ="
