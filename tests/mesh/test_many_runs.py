@@ -62,7 +62,7 @@ def test_the_runs_of_the_example_lose_no_rollout_and_train_none_twice_though_pro
 ) -> None:
     page = (ROOT / "configs" / "three_runs" / "README.md").read_text()
     command = shlex.split(next(line for line in page.splitlines() if line.startswith("uv run rl ")))
-    names, steps = ("reverse_text", "letter_sort", "memory_game"), 10
+    names, steps = ("reverse_text", "letter_sort", "memory_game"), 8
     small = ["--max-steps", str(steps), "--ckpt.interval", "2", "--ckpt.keep-last", "2", "--restarts", "3"]
     for place in range(len(names)):
         sizes = {"batch-size": "8", "group-size": "4", "eval.num-examples": "4", "filters.zero-signal": "false"}
