@@ -138,7 +138,8 @@ def launch(config: RLConfig, start: Start) -> int:
                 if spread is not None and credentials:
                     credentials |= _engine_certificates(parts, spread, layout)
                 begin_attempt(layout)
-                for folder in {part.config.output_dir for part in parts}:  # an earlier start's programs are not missed
+                runs = [part.config.output_dir for part in parts if isinstance(part.config, OrchestratorConfig)]
+                for folder in (config.output_dir, *runs):  # an earlier start's programs are not missed
                     shutil.rmtree(folder / STATE_FOLDER, ignore_errors=True)
                 started = programs(parts, layout, credentials)
                 if spread is not None:
