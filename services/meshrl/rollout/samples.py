@@ -28,6 +28,7 @@ from meshrl.wire.types import MessageSpan, Rollout, Sample, VersionSpan
 from meshrl.wire.types.routes import Routes
 
 _NO_FLOAT = re.compile(r"float\(\) argument must be .* not '(\w+)'|could not convert string to float")
+_PLAIN_FUNCTION = "TypeError: An asyncio.Future, a coroutine or an awaitable is required"
 MOST_REWARD = float(np.finfo(np.float32).max)
 """Advantages are of single precision; means and deviations of larger rewards would not be finite."""
 UNSCORED_STOPS = frozenset({"setup_timeout", "finalize_timeout", "scoring_timeout"})
@@ -80,7 +81,8 @@ def _failure(env: Env, episode: Episode, sessions: Mapping[str, Session]) -> Mes
     if last.status_code is not None and 400 <= last.status_code < 500:  # the task itself: another try ends the same way
         return MeshError(Reason.INVALID_REQUEST, f"the task cannot be played: {last.message}")
     unscored = next((text for trace in failed if (text := _no_number(env, trace, last.message))), "")
-    return MeshError(Reason.ENVIRONMENT_FAILED, unscored or f"{last.type}: {last.message}")
+    advice = "; write each reward and metric as `async def`" if last.message.endswith(_PLAIN_FUNCTION) else ""
+    return MeshError(Reason.ENVIRONMENT_FAILED, unscored or f"{last.type}: {last.message}{advice}")
 
 
 def _no_number(env: Env, trace: Trace, message: str) -> str:

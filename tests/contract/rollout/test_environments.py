@@ -26,6 +26,7 @@ NO_NUMBER = r"reward 'right' \(/.*/mesh_zoo.py:\d+\) returned {}; return a numbe
         ("none", NO_NUMBER.format("None")),
         ("text", NO_NUMBER.format("text")),
         ("nan", r"a reward is not a finite number of single precision: \{'right': nan\}"),
+        ("plain", r".*an awaitable is required; write each reward and metric as `async def`"),
         ("enormous", r"a reward is not a finite number of single precision: \{'right': 1e\+308\}"),
     ],
 )

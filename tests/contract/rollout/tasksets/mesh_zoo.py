@@ -78,6 +78,12 @@ class ZooTask(vf.Task[ZooData]):
         return await go_wrong(self.data.kind, self.data.seconds)
 
 
+class PlainTask(ZooTask):
+    @vf.reward
+    def right(self) -> float:
+        return 1.0
+
+
 class ZooConfig(vf.TasksetConfig):
     kind: str = ""
     every: int = 1
@@ -90,4 +96,5 @@ class ZooTaskset(vf.Taskset[ZooTask, ZooConfig]):
         config = self.config
         for index in range(config.tasks):
             kind = config.kind if index % config.every == 0 else ""
-            yield ZooTask(ZooData(prompt=f"task {index}", kind=kind, seconds=config.seconds), config.task)
+            task = PlainTask if kind == "plain" else ZooTask
+            yield task(ZooData(prompt=f"task {index}", kind=kind, seconds=config.seconds), config.task)
