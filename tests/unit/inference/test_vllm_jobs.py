@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -72,43 +73,53 @@ def test_job_whose_predecessor_never_ends_fails_in_one_sentence() -> None:
 class Workers:
     """Two workers as vLLM calls them: with the answers of all to each call."""
 
-    def __init__(self) -> None:
+    def __init__(self, *works: Callable[[], None]) -> None:
+        self.works = works
         self.jobs: list[Job] = []
         self.looks = 0
+        self.engine = calls.EngineCalls(self)  # type: ignore[arg-type]  # all that it uses of an AsyncLLM
 
     async def collective_rpc(self, method: str, **how: object) -> list[JobOutcome | None]:
-        assert method == "meshrl_outcome"
+        if method == "begin":
+            self.jobs = [Job(work, CPU, ends=self.engine.ends.address) for work in self.works]
+            return [None for _ in self.jobs]
         self.looks += 1
         return [job.outcome for job in self.jobs]
 
 
 async def test_workers_are_looked_at_when_a_job_ends_and_not_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "LOOK_S", (0.001, 3600.0))
-    workers, go = Workers(), [threading.Event(), threading.Event()]
-    engine = calls.EngineCalls(workers)  # type: ignore[arg-type]  # all that it uses of an AsyncLLM
-    workers.jobs = [Job(lambda one=one: assert_set(one), CPU, ends=engine.ends.address) for one in go]
-    waiting = asyncio.create_task(engine.wait_for_job(DEADLINE_S))
-    await asyncio.sleep(0.2)
-    assert workers.looks == 1  # before it was asked every 5 ms
-    go[1].set()
-    go[0].set()
-    await asyncio.wait_for(waiting, DEADLINE_S)
-    engine.ends.close()
+    go = [threading.Event(), threading.Event()]
+    workers = Workers(*(lambda one=one: assert_set(one) for one in go))
+    for _ in range(2):  # the end of the second worker, of which nobody heard, is none of the job after it
+        looks = workers.looks
+        doing = asyncio.create_task(workers.engine.job("begin", deadline_s=DEADLINE_S))
+        await asyncio.sleep(0.2)
+        assert workers.looks == looks
+        for one in (go[1], go[0]):
+            one.set()
+        await asyncio.wait_for(doing, DEADLINE_S)
+        for job, one in zip(workers.jobs, go, strict=True):
+            assert job.join(DEADLINE_S)
+            one.clear()
+    workers.engine.ends.close()
 
 
 async def test_a_job_that_fails_wakes_its_engine_and_one_without_end_has_a_deadline() -> None:
-    workers = Workers()
-    engine = calls.EngineCalls(workers)  # type: ignore[arg-type]  # as above
-    workers.jobs = [Job(lambda: 1 / 0, CPU, ends=engine.ends.address)]
+    def divide() -> None:
+        raise ZeroDivisionError("division by zero")
+
+    failing = Workers(divide)
     with pytest.raises(MeshError, match="division by zero"):
-        await asyncio.wait_for(engine.wait_for_job(DEADLINE_S), DEADLINE_S)
+        await asyncio.wait_for(failing.engine.job("begin", deadline_s=DEADLINE_S), DEADLINE_S)
+    failing.engine.ends.close()
     go = threading.Event()
-    workers.jobs = [Job(lambda: assert_set(go), CPU, ends=engine.ends.address)]
+    endless = Workers(lambda: assert_set(go))
     with pytest.raises(MeshError) as caught:
-        await engine.wait_for_job(-1.0)
+        await endless.engine.job("begin", deadline_s=-1.0)
     assert caught.value.reason is Reason.DEADLINE_PASSED
     go.set()
-    engine.ends.close()
+    endless.engine.ends.close()
 
 
 def assert_set(event: threading.Event) -> None:

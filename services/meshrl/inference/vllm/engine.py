@@ -295,18 +295,17 @@ class VllmEngine(Engine):
             refused = mismatch(host.version, self._layout, layout_of(host.tensors))
             if refused is not None:
                 raise refused
-            await self._calls.rpc("meshrl_stage", host.version, [str(path) for path in host.files])
-            await self._calls.wait_for_job(STAGE_DEADLINE_S)
+            files = [str(path) for path in host.files]
+            await self._calls.job("meshrl_stage", host.version, files, deadline_s=STAGE_DEADLINE_S)
             self._staged = host.version
 
     async def patch(self, manifest: Manifest, delta: Path, *, onto_staged: bool) -> None:
         self._staged = None
         with self._versions_under_way.one():
             await self._sleeper.wake()
-            await self._calls.rpc("meshrl_patch", to_json(manifest), str(delta), onto_staged)
+            patch = ("meshrl_patch", to_json(manifest), str(delta), onto_staged)
             try:
-                await self._calls.wait_for_job(STAGE_DEADLINE_S)
-                check_parts(manifest, await self._calls.answers("meshrl_parts"))
+                check_parts(manifest, await self._calls.job(*patch, deadline_s=STAGE_DEADLINE_S))
             except MeshError as error:
                 if error.reason is Reason.NOT_SUPPORTED or onto_staged:  # the base was right
                     logger.warning("deltas are applied to a copy on the host from now on: {}", error)
@@ -399,17 +398,17 @@ class VllmEngine(Engine):
 
     async def join_group(self, group: JoinGroup) -> None:
         with self._versions_under_way.one():
-            await self._calls.rpc("meshrl_join", dataclasses.asdict(group))
-            await self._calls.wait_for_job(group.deadline_s + RPC_DEADLINE_S)
+            deadline_s = group.deadline_s + RPC_DEADLINE_S
+            await self._calls.job("meshrl_join", dataclasses.asdict(group), deadline_s=deadline_s)
 
     async def receive(self, manifest: Manifest) -> None:
         self._staged = None
         with self._versions_under_way.one():
             await self._sleeper.wake()
             try:
-                await self._calls.rpc("meshrl_receive", to_json(manifest), RECEIVE_STALL_S)
-                await self._calls.wait_for_job(STAGE_DEADLINE_S)
-                if any(parts := await self._calls.answers("meshrl_parts")):  # of a delta, or each worker got its own
+                receive = ("meshrl_receive", to_json(manifest), RECEIVE_STALL_S)
+                parts = await self._calls.job(*receive, deadline_s=STAGE_DEADLINE_S)
+                if any(parts):  # of a delta, or each worker got its own
                     check_parts(manifest, parts)
             except asyncio.CancelledError:
                 await asyncio.shield(self.leave_group())

@@ -10,12 +10,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 
 from meshrl.inference.out_of_memory import named_out_of_memory
 from meshrl.wire.errors import MeshError, Reason
+
+if TYPE_CHECKING:
+    from meshrl.versions.placement import PartDigests
 
 OUT_OF_MEMORY_REMEDY = (
     "lower inference.gpu_memory_utilization, which leaves less to the KV cache, or split the model over more GPUs"
@@ -29,6 +32,7 @@ class JobOutcome(TypedDict, total=False):
     seconds: float
     reason: str  # the name of a `Reason`
     message: str
+    parts: PartDigests
 
 
 class Job:
@@ -107,6 +111,12 @@ class JobEnds:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
         self._socket.bind(self.address)
+
+    def drain(self) -> None:
+        """Forgets those of earlier jobs, such as the ends of other workers than the first."""
+        with suppress(BlockingIOError):
+            while True:
+                self._socket.recv(1)
 
     async def next(self, timeout_s: float) -> bool:
         """Also one before this call; False when none came within `timeout_s`."""

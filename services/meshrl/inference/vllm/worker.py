@@ -183,15 +183,12 @@ class WeightsExtension:
             raise MeshError(Reason.NOT_SUPPORTED, f"a delta is not applied here: {error}") from error
         self._meshrl_staged = manifest.version
 
-    def meshrl_parts(self) -> PartDigests:
-        """Digests of the parts that the last patch, or a scattered version, has made here."""
-        found, self._meshrl_found = self._meshrl_found, {}
-        return found
-
     def meshrl_outcome(self) -> JobOutcome | None:
-        """None while the last job runs."""
+        """None while the last job runs; `parts` are those that a patch, or a scattered version, has made."""
         job = self._meshrl_job
-        return {"seconds": 0.0} if job is None else job.outcome
+        if job is None:
+            return {"seconds": 0.0}
+        return None if job.outcome is None else {**job.outcome, "parts": self._meshrl_found}
 
     def meshrl_apply(self, version: int) -> float:
         if self._meshrl_job is not None:
