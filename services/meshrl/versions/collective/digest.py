@@ -50,7 +50,7 @@ class Words(NamedTuple):
     """16-bit words in a GPU's memory: a run, or rows of `width` each."""
 
     address: int
-    count: int
+    num_words: int
     first_place: int
     width: int = 0
     step: int = 0
@@ -68,7 +68,7 @@ def sums_at(parts: Sequence[Words], device: torch.device) -> torch.Tensor:
     # compiled once a process; Triton is there only where torch has a GPU
     from meshrl.versions.collective.digest_kernel import digest_words
 
-    programs = min(KERNEL_PROGRAMS, max(1, -(-max(part.count for part in parts) // KERNEL_WORDS)))
+    programs = min(KERNEL_PROGRAMS, max(1, -(-max(part.num_words for part in parts) // KERNEL_WORDS)))
     partial = torch.empty((len(parts), programs, 2), dtype=torch.int64, device=device)
     table = [((part.address - partial.data_ptr()) // 2, *part[1:]) for part in parts]
     in_rows = parts[0].width > 0
