@@ -39,6 +39,11 @@ def test_a_step_that_was_done_again_is_one_step_and_costs_its_time_twice(run_pat
     outcome = RunFolder(run_path).outcome()
     assert outcome is not None
     assert (outcome.steps, outcome.seconds) == (10, 11.0)
+    with (run_path / "metrics.jsonl").open("a") as file:  # resumed from step 6, with max_steps 7
+        file.write(json.dumps({"step": 7, "time/step": 1.0}) + "\n")
+    undone = RunFolder(run_path).outcome()
+    assert undone is not None
+    assert (undone.steps, undone.seconds) == (7, 12.0)
 
 
 def test_a_price_of_the_configuration_is_taken_and_shared_devices_count_once(run_path: Path) -> None:

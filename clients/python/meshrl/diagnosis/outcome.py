@@ -62,7 +62,8 @@ def outcome_of(
     engines = columns.get("weights/engines")
     of_engines = int(max(engines.values)) * devices_per_engine if engines is not None else 0
     return RunOutcome(
-        steps=len(set(times.steps)),  # one that was done again is one step, and costs both times
+        # One that was done again is one step, and costs both times; those beyond the last were undone.
+        steps=len({step for step in times.steps if step <= times.steps[-1]}),
         rollouts=int(last("progress/samples")),
         seconds=sum(times.values),
         devices=max(ranks, of_engines) if shared else ranks + of_engines,
