@@ -35,6 +35,12 @@ def check_resume_step(plan: Plan) -> Iterator[Finding]:
     folder = Layout(plan.config.output_dir).checkpoints
     steps = steps_in(folder, "trainer")
     if ckpt.resume_step in steps or (ckpt.resume_step == -1 and steps):
+        at, most = (max(steps) if ckpt.resume_step == -1 else ckpt.resume_step), plan.config.trainer.max_steps
+        if most is not None and at >= most:
+            yield warning(
+                f"the run resumes at step {at} and max_steps is {most}, so nothing is trained; max_steps counts from"
+                " the first step of all"
+            )
         return
     there = f"steps {steps}; set it to one of them, or" if steps else "no checkpoint;"
     yield error(f"ckpt.resume_step is {ckpt.resume_step}, but {folder} holds {there} leave it out to start afresh")

@@ -187,6 +187,16 @@ def test_the_checkpoint_to_resume_from_must_be_there(tmp_path: Path, step: str, 
     assert findings == [] if fits else words in findings[0]
 
 
+@pytest.mark.parametrize(("step", "most", "nothing"), [("-1", "4", True), ("2", "2", True), ("2", "4", False)])
+def test_a_run_that_resumes_at_its_end_is_a_warning(tmp_path: Path, step: str, most: str, nothing: bool) -> None:
+    for folder in ("step_2/trainer", "step_4/trainer"):
+        (tmp_path / "checkpoints" / folder).mkdir(parents=True)
+    flags = ("--output-dir", str(tmp_path), "--ckpt.resume-step", step, "--max-steps", most)
+    findings = found(storage.check_resume_step, plan(*flags))
+    words = f"warning: the run resumes at step {most} and max_steps is {most}, so nothing is trained"
+    assert [finding.startswith(words) for finding in findings] == [True] * nothing
+
+
 def test_a_checkpoint_cannot_be_cleaned_away_and_resumed(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step_4" / "trainer").mkdir(parents=True)
     flags = ("--output-dir", str(tmp_path), "--ckpt.resume-step", "4", "--clean-output-dir")
