@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from meshrl.inference.vllm.adapter_parts import part_of, renames
+from meshrl.inference.vllm.adapters import part_of, renames
 from meshrl.inference.vllm.arguments import layers_beside_experts
 
 

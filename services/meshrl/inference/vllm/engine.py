@@ -38,8 +38,7 @@ from meshrl.inference.engine import (
     TokenChunk,
 )
 from meshrl.inference.sleep import Sleeper
-from meshrl.inference.vllm.adapter_parts import parts_of
-from meshrl.inference.vllm.adapters import AdapterStore
+from meshrl.inference.vllm.adapters import AdapterStore, parts_of
 from meshrl.inference.vllm.calls import RPC_DEADLINE_S, EngineCalls
 from meshrl.inference.vllm.installed import VllmError, client_errors, kv_tokens_of
 from meshrl.inference.vllm.requests import RequestCodec, RoutedLayers

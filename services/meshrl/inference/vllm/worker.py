@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from meshrl.core.config.shared import ModelConfig
 from meshrl.core.orphans import end_with_parent
 from meshrl.inference.sizing import GIB
-from meshrl.inference.vllm.adapter_parts import AdapterParts, AdapterRest, Part
+from meshrl.inference.vllm.adapters import AdapterParts, AdapterRest, Part
 from meshrl.inference.vllm.file_reader import Named, PortionReader
 from meshrl.inference.vllm.jobs import Job, JobOutcome
 from meshrl.inference.vllm.layers.routers import register
