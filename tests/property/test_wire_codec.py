@@ -213,10 +213,8 @@ def same(left, right):
 
 MESSAGES = [
     kind
-    for name in wire_types.__all__
-    if dataclasses.is_dataclass(kind := getattr(wire_types, name))
-    and kind not in BULK
-    and kind.__name__ != "FoundVersion"
+    for kind in vars(wire_types).values()
+    if dataclasses.is_dataclass(kind) and kind not in BULK and kind.__name__ != "FoundVersion"
 ]
 
 
