@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -28,13 +30,15 @@ class Work(PublishCall):
 
 
 class Share:
-    calls = (Work,)
-
     def __init__(self, rank: int, failure: MeshError | None = None) -> None:
         self.rank, self.failure = rank, failure
         self.progress = Progress()
         self.slow_s = 0.0  # of the next call, which moves all the time
         self.done: list[int] = []
+
+    @property
+    def handlers(self) -> Mapping[type[PublishCall], Callable[[Any], Answer]]:
+        return {Work: self.carry_out}
 
     def carry_out(self, call: Work) -> Answer:
         if self.failure is not None:
