@@ -104,7 +104,7 @@ class Watchdog:
 
     def _running_handle(self) -> tuple[asyncio.Handle | None, FrameType | None]:
         top = frame = sys._current_frames().get(self._thread_id)
-        while frame is not None:
+        while isinstance(frame, FrameType):  # CPython 3.11 was seen to give another object for a thread that runs on
             if frame.f_code is asyncio.Handle._run.__code__:
                 return frame.f_locals["self"], top
             frame = frame.f_back
