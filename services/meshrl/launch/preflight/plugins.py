@@ -128,9 +128,11 @@ def _about_environments(entries: list[Table], harness: str, max_turns: int | Non
             yield "note", f"environment {hosted.name!r} can be loaded: {number}", ()
 
 
-def _tried(key: str, attempt: Callable[[], None]) -> Iterator[Answer]:
+def _tried(key: str, attempt: Callable[[], str | None]) -> Iterator[Answer]:
+    """`attempt` returns a doubt."""
     try:
-        attempt()
+        if doubt := attempt():
+            yield "warning", doubt, ()
     except Exception as problem:  # noqa: BLE001  # the user's code may raise anything
         text = str(problem)  # ours names the key
         if not text.startswith(f"{key}."):
@@ -138,7 +140,7 @@ def _tried(key: str, attempt: Callable[[], None]) -> Iterator[Answer]:
         yield "error", text, ()
 
 
-def _try_loss(asked: Table) -> None:
+def _try_loss(asked: Table) -> str | None:
     """On two sequences of three tokens."""
     import torch
 
@@ -155,20 +157,20 @@ def _try_loss(asked: Table) -> None:
         )
     )
     (gradient,) = torch.autograd.grad(output.per_token.sum(), logprobs)
-    if not gradient.isfinite().all() or not gradient.any():
-        raise ValueError(
-            f"trainer.loss.import_path {asked['import_path']!r}: the gradient of two sequences of three tokens is"
-            f" {gradient.tolist()}; compute a finite loss from sequence.logprobs"
-        )
+    text = f"trainer.loss.import_path {asked['import_path']!r}: the gradient of two sequences of three tokens is"
+    if not gradient.isfinite().all():
+        raise ValueError(f"{text} {gradient.tolist()}; compute a finite loss")
+    return None if gradient.any() else f"{text} 0; a loss is a function of sequence.logprobs"
 
 
-def _try_advantage(asked: Table) -> None:
+def _try_advantage(asked: Table) -> str | None:
     """On a group of which every second rollout is right."""
     from meshrl.algorithms.advantages import load_custom_advantage
 
     size = asked.pop("group_size")
     advantage = load_custom_advantage(**asked, key="orchestrator.advantage")
     advantage([float(place % 2) for place in range(size)], [3 + place for place in range(size)])
+    return None
 
 
 def main() -> None:

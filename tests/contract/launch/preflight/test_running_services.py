@@ -130,8 +130,8 @@ def test_options_of_an_environment_are_checked_and_its_data_is_not_loaded(
     ("kind", "body", "words"),
     [
         ("loss", "return given.logprobs.sum()", "returned Tensor; return a meshrl.algorithms.losses.SequenceLoss"),
-        ("loss", "return SequenceLoss(loss=given.advantages.sum())", "compute a finite loss from sequence.logprobs"),
-        ("loss", "return SequenceLoss(loss=given.logprobs.sum() * math.nan)", "compute a finite loss from sequence"),
+        ("loss", "return SequenceLoss(loss=given.advantages.sum())", "is 0; a loss is a function of sequence.logprobs"),
+        ("loss", "return SequenceLoss(loss=given.logprobs.sum() * math.nan)", "nan]; compute a finite loss"),
         ("loss", "return SequenceLoss(loss=given.logprobs.sum(), metrics={'a': 'b'})", "reports 'b' as a; a metric is"),
         ("loss", "return 1 / 0", "trainer.loss: its function, or the import of it, failed with ZeroDivisionError"),
         ("loss", "return SequenceLoss(loss=(given.logprobs * given.advantages).sum())", None),
