@@ -7,6 +7,7 @@ Workers of tensor parallelism get parts of versions from ranks that shard them b
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import subprocess
@@ -37,6 +38,7 @@ TOKENS = 10  # of each; processes that wait for each other take their time for o
 REQUESTS = 4  # of each prompt, so that each data-parallel part gets some
 GROUPS = 3
 WORKERS = 2
+EPOCHS = itertools.count(1)
 LARGEST_PART_BYTES = 4 * 128 * 64 // 2  # half of `up_proj`, in float32
 
 
@@ -61,35 +63,30 @@ def data_parallel(start_mesh: Callable[..., EngineMesh]) -> EngineMesh:
 
 
 class Trainer:
-    """The ranks of `publishing_ranks`: four, and after `end` two others, the second of which is killed in version 5."""
+    """The ranks of `publishing_ranks`, at the next version of a mesh."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
 
     async def publish(self, seed: int) -> dict[str, Any]:
-        await self._tell(str(seed))
-        assert self.process.stdout is not None
-        answer: dict[str, Any] = json.loads(await asyncio.wait_for(self.process.stdout.readline(), 180.0))
+        lead = self.process
+        assert lead.stdin is not None
+        assert lead.stdout is not None
+        lead.stdin.write(f"{seed}\n".encode())
+        await lead.stdin.drain()
+        answer: dict[str, Any] = json.loads(await asyncio.wait_for(lead.stdout.readline(), 180.0))
         return answer
-
-    async def end(self) -> None:
-        await self._tell("")
-
-    async def _tell(self, line: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{line}\n".encode())
-        await self.process.stdin.drain()
 
 
 @asynccontextmanager
-async def trainer(mesh: EngineMesh) -> AsyncIterator[Trainer]:
+async def trainer(mesh: EngineMesh, num_ranks: int, *die_at: str) -> AsyncIterator[Trainer]:
+    mesh.epoch = next(EPOCHS)
     support = str(Path(publishing_ranks.__file__).parent)
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join((*SOURCES, support))}
-    shared = (mesh.hub_address, "1", mesh.kind.dtype_name)
-    with (mesh.folder / "trainer.log").open("wb") as log:
+    with (mesh.folder / f"trainer-{mesh.epoch}.log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, forked_ranks.__file__, "4,2", publishing_ranks.__file__,
-            "1", "0", *shared, "--", "2", "3", *shared, "5",
+            sys.executable, forked_ranks.__file__, str(num_ranks), publishing_ranks.__file__,
+            str(mesh.epoch), str(mesh.version + 1), mesh.hub_address, "1", mesh.kind.dtype_name, *die_at,
             env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
         )  # fmt: skip
     try:
@@ -156,20 +153,21 @@ async def publish(mesh: EngineMesh, ranks: Trainer, seed: int) -> dict[str, Any]
 async def test_each_worker_gets_its_parts_and_is_to_the_bit_what_vllm_loads_of_whole_tensors(
     divided: EngineMesh, received: Path
 ) -> None:
-    """The last version is one that the hub keeps."""
+    """Of two ranks, which end with one killed, and of four; the last version is one that the hub keeps."""
     mesh, scattered_parts = divided, []
-    async with trainer(mesh) as ranks:
+    async with trainer(mesh, 2, "3") as ranks:
         sent = await publish(mesh, ranks, 0)
         assert not sent["scatters"]  # no worker knew where vLLM puts a tensor
         assert [part["received"] for part in parts_of(received, 0)] == [sent["bytes"]] * WORKERS
-        for num_ranks in (4, 2):
-            for seed in (1, 0):
-                await scattered(mesh, received, ranks, num_ranks, seed)
-            scattered_parts.append(live(received, mesh.version))
-            if num_ranks == 4:
-                await ranks.end()
+        await scattered(mesh, received, ranks, 2, seed=1)
+        await scattered(mesh, received, ranks, 2, seed=0)
+        scattered_parts.append(live(received, mesh.version))
         await lose_a_rank(mesh, ranks)
-    mesh.epoch = 3
+    async with trainer(mesh, 4) as ranks:
+        await scattered(mesh, received, ranks, 4, seed=1)
+        await scattered(mesh, received, ranks, 4, seed=0)
+        scattered_parts.append(live(received, mesh.version))
+    mesh.epoch = next(EPOCHS)
     for seed, transport in ((1, Transport.STREAM), (0, Transport.FILESYSTEM)):
         await mesh.publish(seed, transport=transport)
         await check_served(mesh)
