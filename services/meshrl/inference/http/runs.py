@@ -45,7 +45,8 @@ REMOVED_LOGPROB = -9999.0  # what vLLM says for a candidate that top_k, top_p or
 MOST_UNKNOWN = 1000
 """That are logged."""
 
-EXTRA_ARGS = ("raw_logprobs", "packed_logprobs")
+EXTRA_ARGS = ("raw_logprobs", "packed_logprobs", "prl_compact_logprobs")
+"""The last one is a hint of the renderers package's client, which takes the plain form from a server without it."""
 
 MAX_COMPLETIONS = 128
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # completions of one request draw from streams far apart
