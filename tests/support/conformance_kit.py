@@ -24,9 +24,9 @@ async def verdict(
 
 
 @asynccontextmanager
-async def served(service: str, add: Callable[[Any, Any], None], servicer: Any) -> AsyncIterator[str]:
-    """The address of a server with this servicer."""
-    server = GrpcServer(ServerConfig(port=0))
+async def served(service: str, add: Callable[[Any, Any], None], servicer: Any, **options: Any) -> AsyncIterator[str]:
+    """The address of a server with this servicer; `options` as of GrpcServer."""
+    server = GrpcServer(ServerConfig(port=0), **options)
     server.add(service, add, servicer)
     address = f"127.0.0.1:{await server.start()}"
     server.set_serving()

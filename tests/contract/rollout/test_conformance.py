@@ -7,19 +7,18 @@ import json
 import sys
 import uuid
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from conformance_kit import verdict
+from conformance_kit import served, verdict
 from meshrl.cli.command import CliError
 from meshrl.client.credentials import CredentialFiles, TokenCredentials, credentials_of
 from meshrl.client.trust import Role, TrustFile
-from meshrl.core.config.shared import ServerConfig
-from meshrl.core.rpc.serve import GrpcServer, server_options
+from meshrl.core.rpc.serve import server_options
 from meshrl.rollout.runner import RolloutRunner
 from meshrl.rollout.service import SERVICE, RolloutServicer, add_to_server
 from meshrl.v1 import rollout_pb2 as pb
@@ -131,17 +130,8 @@ class EndsWithItsStream(Differs):
         request.linger_s = 0.0
 
 
-@asynccontextmanager
-async def serving(servicer: RolloutServicer, **options: Any) -> AsyncIterator[str]:
-    """The address of a server of the mesh."""
-    server = GrpcServer(ServerConfig(port=0), **options)
-    server.add(SERVICE, add_to_server, servicer)
-    address = f"127.0.0.1:{await server.start()}"
-    server.set_serving()
-    try:
-        yield address
-    finally:
-        await server.drain(0.0)
+def serving(servicer: RolloutServicer, **options: Any) -> AbstractAsyncContextManager[str]:
+    return served(SERVICE, add_to_server, servicer, **options)
 
 
 @pytest.mark.parametrize(
