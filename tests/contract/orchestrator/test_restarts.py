@@ -112,13 +112,16 @@ async def test_a_trainer_that_comes_back_earlier_trains_the_same_batches_again(
         checkpoint_interval=3,
         deadlines={"unreachable_s": 60.0},
     )
+    script.step_holds = {6: asyncio.Event(), 8: asyncio.Event()}  # neither life reaches its next checkpoint
+    (tmp_path / "metrics.jsonl").touch()
     running = asyncio.create_task(live(config))
-    await until(lambda: (1, 5) in script.trained or running.done())
+    await until(lambda: running.done() or 5 in [line["step"] for line in step_records(tmp_path)])
     await mesh.kill_trainer()
-    await asyncio.sleep(0.1)
+    script.step_holds[6].set()
     await mesh.start_trainer(3)
     await until(lambda: (2, 7) in script.trained or running.done())
     await mesh.kill_trainer()
+    script.step_holds[8].set()
     await mesh.start_trainer(6)
     assert await running
     assert_exact(tmp_path, 10)
