@@ -1,28 +1,27 @@
 """Plays an agent's side of an episode inside the rollout process: a chat loop that asks for one completion at a time.
 
-verifiers' own harnesses start a program for each rollout; this coroutine costs milliseconds. The hosting process
-(`hosted_by`) takes its turns without HTTP if verifiers does nothing to the requests (`Turns`).
+verifiers' own harnesses start a program for each rollout; this coroutine costs milliseconds.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import aiohttp
 from verifiers.v1.configs.harness import HarnessConfig
-from verifiers.v1.dialects.chat import message_to_wire, parse_message, parse_tools
+from verifiers.v1.dialects.chat import message_to_wire, parse_message
 from verifiers.v1.errors import HarnessError, InterceptionError
 from verifiers.v1.harness import Harness, HarnessSession
 from verifiers.v1.harnesses.utils.compaction import CONTEXT_OVERFLOW_MARKERS, bound_tool_message
 from verifiers.v1.harnesses.utils.mcp import MCPConnection, call_mcp
 from verifiers.v1.runtimes import ProgramResult
-from verifiers.v1.types import AssistantMessage, Message, Messages, Tool, ToolCall
+from verifiers.v1.types import Messages, ToolCall
 
 from meshrl.environments.tool_connections import ToolConnections
 from meshrl.wire.values import JsonObject
@@ -32,8 +31,6 @@ __all__ = [
     "HarnessHost",
     "InProcessHarness",
     "InProcessHarnessConfig",
-    "RefusedCall",
-    "Turns",
     "hosted_by",
     "open_connections",
 ]
@@ -45,30 +42,13 @@ OK = ProgramResult(exit_code=0, stdout="", stderr="")
 
 
 @dataclass(frozen=True)
-class RefusedCall:
-    """A failed model call: the HTTP status and body of the interception server's answer."""
-
-    status: int
-    detail: str
-
-
-class Turns(Protocol):
-    def read(self, messages: Sequence[ChatMessage]) -> list[Message]:
-        """The conversation's next messages, typed."""
-
-    async def complete(self, messages: list[Message], tools: list[Tool]) -> AssistantMessage | RefusedCall | None:
-        """None when the rollout was stopped instead of answered."""
-
-
-@dataclass(frozen=True)
 class HarnessHost:
-    """The connections that conversations share, and callbacks by trace id: `doing` gets a conversation's wait besides
-    the model, and "" when that is over; `turns` returns the object that takes its turns, None for HTTP."""
+    """The connections that conversations share. `doing` gets a conversation's trace id and its wait besides the model,
+    "" when that is over."""
 
     http: aiohttp.ClientSession
     tools: ToolConnections
     doing: Callable[[str, str], None]
-    turns: Callable[[str], Turns | None] = lambda trace_id: None
 
 
 _HOST: ContextVar[HarnessHost] = ContextVar("harness_host")
@@ -122,30 +102,27 @@ class ChatSession(HarnessSession):  # type: ignore[misc]  # verifiers is untyped
         super().__init__(*given, **named)
         self._stack = AsyncExitStack()
         self._host = _HOST.get()
-        self._turns = None if self.tool_interception_url else self._host.turns(self.trace.id)
         self._tools: list[JsonObject] = []
-        self._typed_tools: list[Tool] = []
         self._dispatch: dict[str, tuple[str, str]] = {}
         self._servers: dict[str, MCPConnection] = {}
-        self._messages: list[ChatMessage] = []  # of a conversation over HTTP
-        self._typed: list[Message] = []  # of one whose turns are taken here
+        self._messages: list[ChatMessage] = []
         system, prompt = self.harness.resolve_prompt(self.data)
         if system:
-            self._add({"role": "system", "content": system})
+            self._messages.append({"role": "system", "content": system})
         if isinstance(prompt, str):
-            self._add({"role": "user", "content": prompt})
+            self._messages.append({"role": "user", "content": prompt})
         elif prompt is not None:
-            self._add(*map(message_to_wire, prompt))
+            self._messages.extend(map(message_to_wire, prompt))
 
     async def _run(self, messages: Messages | None) -> ProgramResult:
         """Succeeds also when a limit or stop of the rollout ended the conversation. Raises HarnessError when a model
         call failed, InterceptionError when the interception server cannot be reached."""
         if self.mcp_urls and not self._servers:
             await self._connect_tools()
-        self._add(*map(message_to_wire, messages or ()))
+        self._messages.extend(map(message_to_wire, messages or ()))
         while calls := await self._complete():
             for call in calls:
-                self._add(await self._use_tool(call))
+                self._messages.append(await self._use_tool(call))
         return OK
 
     async def close(self) -> None:
@@ -168,42 +145,24 @@ class ChatSession(HarnessSession):  # type: ignore[misc]  # verifiers is untyped
         self._dispatch, self._servers = connection.dispatch, connection.servers
         disabled = set(self.harness.config.disabled_tools or ())
         self._tools = [tool for tool in connection.tools if tool["function"]["name"] not in disabled]
-        self._typed_tools = parse_tools(self._tools) or []
-
-    def _add(self, *messages: ChatMessage) -> None:
-        if self._turns is None:
-            self._messages.extend(messages)
-        else:
-            self._typed.extend(self._turns.read(messages))
 
     async def _complete(self) -> list[ToolCall]:
-        reply = await (
-            self._ask_server() if self._turns is None else self._turns.complete(self._typed, self._typed_tools)
-        )
-        if isinstance(reply, AssistantMessage):
-            if self._turns is not None:
-                self._typed.append(reply)
-            return reply.tool_calls or []
-        if reply is None or self.trace.stop_condition is not None:
-            return []
-        overflow = reply.status in (400, 413) and any(
-            marker in reply.detail.casefold() for marker in CONTEXT_OVERFLOW_MARKERS
-        )
-        if overflow and self.trace.num_turns:  # a length limit, not a fault: the rollout is scored as it stands
-            self.trace.stop("max_total_tokens")
-            return []
-        raise HarnessError(f"model call answered {reply.status}: {reply.detail[-2000:]}")
-
-    async def _ask_server(self) -> AssistantMessage | RefusedCall:
         body: dict[str, object] = {"model": self.ctx.model, "messages": self._messages}
         if self._tools:
             body["tools"] = self._tools
         status, raw = await self._post(f"{self.endpoint}/chat/completions", body)
-        if status != 200:
-            return RefusedCall(status, raw.decode(errors="replace"))
-        message = json.loads(raw)["choices"][0]["message"]
-        self._messages.append(message)
-        return parse_message(message)
+        if status == 200:
+            message = json.loads(raw)["choices"][0]["message"]
+            self._messages.append(message)
+            return parse_message(message).tool_calls or []
+        if self.trace.stop_condition is not None:
+            return []
+        refusal = raw.decode(errors="replace")
+        overflow = status in (400, 413) and any(marker in refusal.casefold() for marker in CONTEXT_OVERFLOW_MARKERS)
+        if overflow and self.trace.num_turns:  # a length limit, not a fault: the rollout is scored as it stands
+            self.trace.stop("max_total_tokens")
+            return []
+        raise HarnessError(f"model call answered {status}: {refusal[-2000:]}")
 
     async def _post(self, url: str, body: Mapping[str, object]) -> tuple[int, bytes]:
         try:

@@ -100,10 +100,8 @@ class HostedEnvironment:
             shared = frozenset(server.url for server in self.env._shared_tools.values() if not server.state_secret)
             tools = ToolConnections(shared)
             stack.push_async_callback(tools.close)
-            if isinstance(client, EngineClient):
-                self._host = HarnessHost(http, tools, client.book.doing, client.turns)
-            else:  # a harness may then read a completion as it is made
-                self._host = HarnessHost(http, tools, client.book.doing)
+            self._host = HarnessHost(http, tools, client.book.doing)
+            if isinstance(client, ChatServers):  # a harness may then read a completion as it is made
                 self._endpoint = EvalClientConfig(base_url="http://chat-servers.invalid/v1", api_key_var="")
             # The one reach into verifiers: 0.4 takes no interception of one's own. A contract test guards it.
             self.env._interception = EngineInterception(self.env._interception, client, self._endpoint)

@@ -1,4 +1,4 @@
-"""Connections of the in-process harness to the interception server of its process: none but where a task needs it."""
+"""Connections of the in-process harness to the interception server of its process."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -32,37 +32,26 @@ def interception_port(mesh) -> int:
     return player.hosted.env._interception._inner.port
 
 
-POLICED = [{"id": "mesh_policed"}]
-"""A taskset whose task looks at requests: its turns go over HTTP."""
-
-
-async def test_a_taskset_that_polices_nothing_needs_no_connection(start_mesh, engine, make_group, monkeypatch):
+async def test_rollouts_one_after_another_share_a_connection(start_mesh, engine, make_group, monkeypatch):
     mesh = await start_mesh([engine])
     async with watched_connects(monkeypatch, interception_port(mesh)) as made:
-        assert len(await mesh.played(make_group(group_size=4))) == 4
-    assert made == []
-
-
-async def test_rollouts_one_after_another_share_a_connection(start_mesh, engine, make_group, monkeypatch):
-    mesh = await start_mesh([engine], env=POLICED)
-    async with watched_connects(monkeypatch, interception_port(mesh)) as made:
         for _ in range(6):
-            assert len(await mesh.played(make_group(environment="mesh_policed"))) == 1
+            assert len(await mesh.played(make_group())) == 1
     assert len(made) == 1
 
 
 async def test_rollouts_at_the_same_time_need_a_connection_each_and_no_more(
     start_mesh, engine, make_group, monkeypatch
 ):
-    mesh = await start_mesh([engine], env=POLICED)
+    mesh = await start_mesh([engine])
     async with watched_connects(monkeypatch, interception_port(mesh)) as made:
         for _ in range(3):
-            assert len(await mesh.played(make_group(environment="mesh_policed", group_size=4))) == 4
+            assert len(await mesh.played(make_group(group_size=4))) == 4
     assert 1 <= len(made) <= 4
 
 
 async def test_an_event_loop_that_is_busy_for_a_minute_fails_no_rollout(start_mesh, engine, make_group, monkeypatch):
-    mesh = await start_mesh([engine], env=POLICED)
+    mesh = await start_mesh([engine])
     loop = asyncio.get_running_loop()
     clock = loop.time
 
@@ -72,5 +61,5 @@ async def test_an_event_loop_that_is_busy_for_a_minute_fails_no_rollout(start_me
             await asyncio.sleep(0)
 
     async with watched_connects(monkeypatch, interception_port(mesh), busy_for_a_minute) as made:
-        assert len(await mesh.played(make_group(environment="mesh_policed", deadline_s=LONG_S))) == 1
+        assert len(await mesh.played(make_group(deadline_s=LONG_S))) == 1
     assert len(made) == 1

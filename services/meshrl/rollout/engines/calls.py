@@ -11,7 +11,6 @@ import io
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,9 +23,6 @@ from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import VersionSpan
 from meshrl.wire.types.routes import MAX_NARROW_EXPERTS, Routes, joined, narrowed
 from meshrl.wire.values import JsonObject
-
-if TYPE_CHECKING:
-    from meshrl.rollout.engines.model_client import DirectTurns
 
 ACCEPT = f"{completion_frame.MEDIA_TYPE}, application/json"
 """An engine of ours answers with a frame, any other with JSON."""
@@ -150,12 +146,11 @@ def _assumed_spans(answer: EngineAnswer, num_tokens: int) -> tuple[VersionSpan, 
 class Session:
     """One agent's run. `group_id`: the rollouts of a group begin with the same prompt.
 
-    `engine` is the URL that answered last, `failure` why a call could not be made. `turns` is None before it is known,
-    or over HTTP. `reachable`: set-up has come to its tool servers; `doing` is its wait afterwards. `stream` numbers the
-    agent runs of one rollout and `started` the calls of this one, each of which draws anew. `keeps_routes`: engines are
-    asked for the experts of its tokens. `seq_len` is the environment's own longest sequence. `syncs` are trace contexts
-    of the commits that brought its versions. `scores_only`: nothing trains on its tokens, so any engine's logprobs will
-    do.
+    `engine` is the URL that answered last, `failure` why a call could not be made. `reachable`: set-up has come to its
+    tool servers; `doing` is its wait afterwards. `stream` numbers the agent runs of one rollout and `started` the calls
+    of this one, each of which draws anew. `keeps_routes`: engines are asked for the experts of its tokens. `seq_len` is
+    the environment's own longest sequence. `syncs` are trace contexts of the commits that brought its versions.
+    `scores_only`: nothing trains on its tokens, so any engine's logprobs will do.
     """
 
     requirement: Requirement = field(default_factory=Requirement)
@@ -170,7 +165,6 @@ class Session:
     reachable: bool = False
     doing: str = ""
     seq_len: int | None = None
-    turns: DirectTurns | None = None
     syncs: set[str] = field(default_factory=set)
     keeps_routes: bool = False
     group_id: str = ""

@@ -6,30 +6,23 @@ verifiers' own train client goes through a second HTTP client, keeps no policy v
 from __future__ import annotations
 
 import json
-import time
-import traceback
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import numpy as np
-from loguru import logger
 from opentelemetry.trace import SpanKind, Tracer
-from pydantic import JsonValue, ValidationError
-from verifiers.v1 import graph
+from pydantic import JsonValue
 from verifiers.v1.clients import Client, TrainClientConfig
 from verifiers.v1.clients.train import response_from_generate, serialize_completion, tool_to_wire
 from verifiers.v1.dialects import ChatDialect, Dialect
-from verifiers.v1.dialects.chat import parse_message
-from verifiers.v1.errors import ProviderError, RolloutError, TaskError
+from verifiers.v1.errors import ProviderError
 from verifiers.v1.graph import PendingTurn
 from verifiers.v1.interception import Interception, Slot
 from verifiers.v1.session import RolloutSession
-from verifiers.v1.trace import Error, ModelCall, TimeSpan
-from verifiers.v1.types import AssistantMessage, Message, Response, SamplingConfig, Tool, ToolMessage
+from verifiers.v1.types import Response, SamplingConfig
 
 from meshrl.core.waiting import Pace
-from meshrl.environments.harness import ChatMessage, RefusedCall
 from meshrl.rollout.engines.calls import Call, Session, SessionBook, read
 from meshrl.rollout.engines.chat_servers import ChatServers
 from meshrl.rollout.engines.logprobs_mode import reshaping
@@ -41,8 +34,6 @@ from meshrl.wire.types import Sampling
 
 _NEUTRAL: Mapping[str, float] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
 """An engine's own defaults (of a generation_config.json) would change the distribution unnoticed."""
-
-_CHAT = ChatDialect()
 
 
 class EngineClient(Client):  # type: ignore[misc]  # verifiers is untyped for the checker
@@ -66,45 +57,24 @@ class EngineClient(Client):  # type: ignore[misc]  # verifiers is untyped for th
         turn: PendingTurn | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Response:
-        """A request that came over HTTP; `raw` is the answer. Raises as `respond` does."""
+        """Raises ProviderError; the session's `failure` is then the error to report."""
         if not isinstance(dialect, ChatDialect):
             raise ProviderError(
                 f"the policy speaks the chat completions API only, got {type(dialect).__name__};"
                 " use a harness that calls /v1/chat/completions",
                 status_code=400,
             )
-        model = str(body["model"])
-        if turn is not None:
-            response = await self.respond(model, sampling, session_id or "", turn)
-        else:
-            request = dialect.parse_request(body)
-            response = await self._respond(model, sampling, session_id or "", None, request.messages, request.tools, [])
-        response.raw = serialize_completion(response, model)
-        return response
-
-    async def respond(self, model: str, sampling: SamplingConfig, session_id: str, turn: PendingTurn) -> Response:
-        """Raises ProviderError; the session's `failure` is then the error to report."""
-        return await self._respond(model, sampling, session_id, turn, turn.prompt, turn.tools, turn.tail)
-
-    async def _respond(
-        self,
-        model: str,
-        sampling: SamplingConfig,
-        session_id: str,
-        turn: PendingTurn | None,
-        messages: list[Message],
-        tools: list[Tool] | None,
-        tail: list[Message],
-    ) -> Response:
+        assert turn is not None  # the interception server has resolved the request
+        model, session_id = str(body["model"]), session_id or ""
         session = self.book.get(session_id) or Session()
-        wire_tools = [tool_to_wire(tool) for tool in tools] if tools else None
+        wire_tools = [tool_to_wire(tool) for tool in turn.tools] or None
         if wire_tools and not self._renderer.supports_tools:
             raise ProviderError(
                 "the renderer of this model cannot render tools; set rollout.renderer to one that can",
                 status_code=400,
             )
         try:
-            prompt = await self._renderer.prompt(turn, messages, tail, wire_tools)
+            prompt = await self._renderer.prompt(turn, wire_tools)
         except UnrenderableError as error:
             raise ProviderError(str(error), status_code=400) from error
         with self._tracer.start_as_current_span(
@@ -135,7 +105,9 @@ class EngineClient(Client):  # type: ignore[misc]  # verifiers is untyped for th
             "tool_calls": parsed.tool_calls,
             "prompt_attribution": prompt.attribution,
         }
-        return response_from_generate(generated, model, turn if prompt.bridged else None)
+        response = response_from_generate(generated, model, turn if prompt.bridged else None)
+        response.raw = serialize_completion(response, model)
+        return response
 
     async def _sample(
         self, session: Session, session_id: str, model: str, prompt_ids: list[int], sampling: SamplingConfig
@@ -196,15 +168,6 @@ class EngineClient(Client):  # type: ignore[misc]  # verifiers is untyped for th
             session.calls.append(replace(sampled, routes=None))
         return sampled
 
-    def take_here(self, run: RolloutSession) -> None:
-        if (session := self.book.get(run.trace.id)) is not None:
-            session.turns = DirectTurns(run, self)
-
-    def turns(self, session_id: str) -> DirectTurns | None:
-        """None if the agent's turns go over HTTP."""
-        session = self.book.get(session_id)
-        return None if session is None else session.turns
-
 
 class EngineInterception(Interception):  # type: ignore[misc]  # verifiers is untyped for the checker
     """verifiers' interception, with the policy's calls given to `client`. `inner` has an owner; `endpoint` stands for
@@ -223,140 +186,7 @@ class EngineInterception(Interception):  # type: ignore[misc]  # verifiers is un
     async def acquire(self, session: RolloutSession) -> AsyncIterator[Slot]:
         ours = session.ctx.client == self._endpoint  # an agent with an endpoint of its own keeps it
         self._client.book.reachable(session.trace.id)
-        if ours and isinstance(self._client, EngineClient) and plays_in_process(session):
-            self._client.take_here(session)
         async with self._inner.acquire(session) as slot:
             if ours:
                 session.client = self._client
             yield slot
-
-
-def plays_in_process(session: RolloutSession) -> bool:
-    """Nothing stands between an agent and its model but limits and stop conditions on its trace. An agent whose task
-    rewrites or polices requests, or whose network is restricted, goes through the server."""
-    hooks = (session.request_interceptors, session.response_interceptors, session.request_stops, session.response_stops)
-    single = getattr(session.ctx.sampling, "n", None) in (None, 1)  # the server refuses more completions than one
-    return single and not any(hooks) and not session.network_policy.network_restricted
-
-
-class DirectTurns:
-    """The turns of one agent's run in this process, taken one after another.
-
-    Does the work of verifiers' interception server in the same order and with the same outcome: limits and stop
-    conditions before a completion, the turn committed to the trace and the call recorded after it.
-    """
-
-    def __init__(self, session: RolloutSession, client: EngineClient) -> None:
-        self._session = session
-        self._client = client
-        self._tool_names: dict[str, str] = {}
-        try:
-            self._sampling = _CHAT.parse_sampling(session.ctx.sampling.model_dump(exclude_none=True))
-        except ValidationError:  # as the server: what cannot be recorded must not fail the call
-            self._sampling = None
-
-    def read(self, messages: Sequence[ChatMessage]) -> list[Message]:
-        typed: list[Message] = []
-        for raw in messages:
-            message = parse_message(raw)
-            if isinstance(message, ToolMessage) and message.name is None:
-                name = self._tool_names.get(message.tool_call_id)
-                message = message if name is None else message.model_copy(update={"name": name})
-            elif isinstance(message, AssistantMessage):
-                self._tool_names.update((call.id, call.name) for call in message.tool_calls or ())
-            typed.append(message)
-        return typed
-
-    async def complete(self, messages: list[Message], tools: list[Tool]) -> AssistantMessage | RefusedCall | None:
-        """None when the rollout is stopped instead. A refusal is the server's would-be answer; its cause is noted for
-        verifiers to report."""
-        session = self._session
-        if (refusal := await self._refused()) is not None:
-            return refusal
-        if session.stopped:
-            return None
-        turn = graph.prepare_turn(session.trace, messages, tools)
-        session.trace.preview(turn, turn.tail)
-        if session.on_turn_input is not None:
-            on_input, session.on_turn_input = session.on_turn_input, None
-            on_input()
-        session.error = None
-        response: Response | None = None
-        node: int | None = None
-        started_s = time.time()
-        try:
-            response = await self._client.respond(session.ctx.model, session.ctx.sampling, session.trace.id, turn)
-            if not session.stopped:
-                node = turn.commit(response)
-        except Exception as error:  # noqa: BLE001  # as the server: whatever breaks in a call is its answer
-            if isinstance(error, RolloutError):
-                session.error = error
-            self._record(started_s, response=response, error=error)
-            logger.warning("model call failed: id={} {}: {}", session.trace.id, type(error).__name__, error)
-            return _refusal(error)
-        finally:
-            if node is None:
-                turn.abandon()
-        self._record(started_s, node, response)
-        if node is None:
-            return None
-        self._tool_names.update((call.id, call.name) for call in response.message.tool_calls or ())
-        return _as_sent_back(response.message)
-
-    async def _refused(self) -> RefusedCall | None:
-        session = self._session
-        if session.stopped:
-            return None
-        try:
-            await session.refused()
-        except Exception as error:  # noqa: BLE001  # code of the task's own: the rollout fails with it
-            if not isinstance(error, RolloutError):
-                error = TaskError(f"model boundary hook failed: {type(error).__name__}: {error}")
-            session.error = error
-            logger.warning("rollout {} failed: {}: {}", session.trace.id, type(error).__name__, error)
-            return _refusal(error)
-        return None
-
-    def _record(
-        self,
-        started_s: float,
-        node: int | None = None,
-        response: Response | None = None,
-        error: Exception | None = None,
-    ) -> None:
-        trace = self._session.trace
-        told = None
-        if error is not None:
-            lines = None if isinstance(error, ProviderError) else "".join(traceback.format_exception(error))
-            told = Error(
-                type=type(error).__name__,
-                message=str(error),
-                status_code=getattr(error, "status_code", None),
-                traceback=lines,
-            )
-        trace.calls.append(
-            ModelCall(
-                node=node,
-                model=self._session.ctx.model,
-                sampling=self._sampling,
-                endpoint=_CHAT.upstream_path,
-                finish_reason=None if response is None else response.finish_reason,
-                usage=None if response is None else response.usage,
-                time=TimeSpan(start=started_s, end=time.time()),
-                error=told,
-            )
-        )
-        trace.notify()
-
-
-def _as_sent_back(message: AssistantMessage) -> AssistantMessage:
-    """Without empty text or reasoning, as the next request has it."""
-    content, reasoning = message.content or None, message.reasoning_content or None
-    if (content, reasoning) == (message.content, message.reasoning_content) and message.provider_state is None:
-        return message
-    return AssistantMessage(content=content, reasoning_content=reasoning, tool_calls=message.tool_calls)
-
-
-def _refusal(error: Exception) -> RefusedCall:
-    status = getattr(error, "status_code", 502) if isinstance(error, RolloutError) else 502
-    return RefusedCall(status, json.dumps(_CHAT.error_body(str(error))))

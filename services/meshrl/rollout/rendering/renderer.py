@@ -60,19 +60,14 @@ class PolicyRenderer:
         self.stop_token_ids: tuple[int, ...] = tuple(renderer.get_stop_token_ids())
         self.supports_tools: bool = getattr(renderer, "supports_tools", True)
 
-    async def prompt(
-        self,
-        turn: PendingTurn | None,
-        messages: Sequence[Message],
-        tail: Sequence[Message],
-        tools: list[WireMessage] | None,
-    ) -> RenderedPrompt:
-        """`tail` are the turn's messages since the last one. Raises UnrenderableError."""
-        wire, wire_tail = _wire(messages), _wire(tail)
-        previous = turn.previous_renderer_token_ids() if turn is not None and _can_be_appended(wire_tail) else None
+    async def prompt(self, turn: PendingTurn, tools: list[WireMessage] | None) -> RenderedPrompt:
+        """Raises UnrenderableError."""
+        wire = _wire(turn.prompt)
+        wire_tail = wire[turn.tail_start :]
+        previous = turn.previous_renderer_token_ids() if _can_be_appended(wire_tail) else None
 
         # The rollouts of a group begin with the same prompt.
-        key = None if turn is not None and turn.prefix_node_ids else key_of(wire, tools)
+        key = None if turn.prefix_node_ids else key_of(wire, tools)
 
         def render() -> RenderedPrompt:
             if previous is not None:
