@@ -176,3 +176,8 @@ async def test_sleep_while_training_is_refused_without_a_gpu(
 def test_compiled_code_is_shared_only_where_that_is_asked_for() -> None:
     assert not load().share_compiled
     assert load("--share-compiled").vllm_only == ("share_compiled",)
+
+
+def test_a_list_of_addresses_is_a_flag() -> None:
+    config = load("--model.name", "m", "--weight-broadcast.relays", "10.0.0.5:50053,10.0.0.6:50053")
+    assert config.weight_broadcast.relays == ["10.0.0.5:50053", "10.0.0.6:50053"]

@@ -9,7 +9,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, ForwardRef, Literal, Union, get_args, get_origin
 
 from pydantic import AliasChoices, BaseModel, SecretStr
 from pydantic.fields import FieldInfo
@@ -48,6 +48,9 @@ class Kind:
 
 
 def kind_of(annotation: Any) -> Kind:
+    """Raises TypeError for a name that was defined below the class that uses it, which pydantic leaves unread."""
+    if isinstance(annotation, (str, ForwardRef)):
+        raise TypeError(f"{annotation!r} is read before it is defined; move its definition up")
     origin, arguments = get_origin(annotation) or annotation, get_args(annotation)
     if origin is Annotated:
         return kind_of(arguments[0])

@@ -307,6 +307,33 @@ def refuse_repeated_names(envs: Sequence[EnvConfig], keys: str, remedy: str) -> 
         raise ValueError(f"{keys} must have distinct names, got {', '.join(repeated)} more than once; {remedy}")
 
 
+def _one_or_more(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+def _without_repeats(addresses: list[str]) -> list[str]:
+    if len(set(addresses)) < len(addresses):
+        raise ValueError(f"must name each service once, got {', '.join(addresses)}")
+    return addresses
+
+
+LOCAL = "local"
+"""In a list of rollout services: the one that rl starts."""
+
+Address = Annotated[str, AfterValidator(checked_address)]
+"""host:port of a server."""
+
+_Listed = Annotated[str, AfterValidator(lambda address: address if address == LOCAL else checked_address(address))]
+
+Addresses = Annotated[
+    list[_Listed], Field(min_length=1), BeforeValidator(_one_or_more), AfterValidator(_without_repeats)
+]
+"""One or more servers of the same service; one may be given as text."""
+
+AddressesOrNone = Annotated[list[_Listed], BeforeValidator(_one_or_more), AfterValidator(_without_repeats)]
+"""The same, or an empty list."""
+
+
 class WeightBroadcastConfig(BaseConfig):
     """How weight versions travel from the trainer to engines."""
 
@@ -376,33 +403,6 @@ class WeightBroadcastConfig(BaseConfig):
                 " leave broadcast_dir out"
             )
         return self
-
-
-def _one_or_more(value: object) -> object:
-    return [value] if isinstance(value, str) else value
-
-
-def _without_repeats(addresses: list[str]) -> list[str]:
-    if len(set(addresses)) < len(addresses):
-        raise ValueError(f"must name each service once, got {', '.join(addresses)}")
-    return addresses
-
-
-LOCAL = "local"
-"""In a list of rollout services: the one that rl starts."""
-
-Address = Annotated[str, AfterValidator(checked_address)]
-"""host:port of a server."""
-
-_Listed = Annotated[str, AfterValidator(lambda address: address if address == LOCAL else checked_address(address))]
-
-Addresses = Annotated[
-    list[_Listed], Field(min_length=1), BeforeValidator(_one_or_more), AfterValidator(_without_repeats)
-]
-"""One or more servers of the same service; one may be given as text."""
-
-AddressesOrNone = Annotated[list[_Listed], BeforeValidator(_one_or_more), AfterValidator(_without_repeats)]
-"""The same, or an empty list."""
 
 
 class ServicesConfig(BaseConfig):
