@@ -53,8 +53,7 @@ async def test_environments_of_one_run_train_by_their_own_algorithm(mesh, script
 
 
 async def test_baselines_of_self_play_survive_the_orchestrator(mesh, script, batches, make_config, start) -> None:
-    rewards = iter([1.0, 0.0, 0.5] * 99)
-    script.reward = lambda request, place: next(rewards)
+    script.reward = lambda request, place: (1.0, 0.0, 0.5, 0.25)[place]  # in whatever order groups come
     script.alter = lambda request, place, rollout: replace(rollout, agent="white" if place % 2 else "black")
     train = environments(echo={"type": "rae", "decay": 0.5})
     config = make_config(mesh.services, train=train, max_steps=2)
@@ -65,8 +64,8 @@ async def test_baselines_of_self_play_survive_the_orchestrator(mesh, script, bat
     async with start(make_config(mesh.services, train=train, max_steps=3)) as (loop, journal):
         assert journal.algorithms(2) == state
         await loop.train()
-    _, sample = next(samples_of(batches[-1:]))
-    assert 0.0 < np.abs(sample["advantages"]).max() < 1.0  # against a baseline that had begun before this process
+    for _, sample in samples_of(batches[-1:]):  # against a baseline that had begun before this process
+        assert 0.0 < np.abs(sample["advantages"]).max() < 1.0
 
 
 async def test_an_algorithm_that_does_not_fit_the_rollouts_ends_the_run_and_says_why(

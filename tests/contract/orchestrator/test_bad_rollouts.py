@@ -59,8 +59,8 @@ BAD = {
 async def record_two_batches(mesh, start, config: OrchestratorConfig) -> None:
     """A process of the orchestrator records two batches, of which none is uploaded, and ends."""
     async with start(config) as (loop, _):
-        running = asyncio.create_task(loop.train())
         await mesh.kill_trainer()
+        running = asyncio.create_task(loop.train())
         await until(lambda: running.done() or query(config.output_dir, "SELECT 1 FROM steps WHERE step = 2"))
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)

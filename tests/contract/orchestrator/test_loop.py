@@ -8,6 +8,7 @@ import pytest
 from meshrl.cli.run_folder import RunFolder
 from meshrl.cli.status import read_status
 from meshrl.core.config import dump_toml
+from meshrl.orchestrator.config import DeadlinesConfig
 from meshrl.orchestrator.work.plan import TaskSchedule, TrainSource
 from meshrl.sampling import pool
 from meshrl.sampling.retry import RunError
@@ -172,10 +173,13 @@ async def test_a_failed_step_ends_the_run_with_its_reason(mesh, script, make_con
 
 
 async def test_stale_rollouts_are_dropped_and_replaced(mesh, script, make_config, start) -> None:
-    script.step_s = 0.03
+    script.step_holds[1] = asyncio.Event()  # until groups of the steps behind it have come back
     config = make_config(mesh.services, max_async_level=2, max_off_policy_steps=0, max_steps=4)
     async with start(config) as (loop, journal):
-        await loop.train()
+        training = asyncio.create_task(loop.train())
+        await until(lambda: "stale" in journal.ledger.balance().dropped or training.done())
+        script.step_holds[1].set()
+        await training
     assert set(staleness(script)) == {0}
     assert journal.ledger.balance().dropped["stale"] > 0
     assert journal.ledger.balance().exact
@@ -375,9 +379,10 @@ async def test_groups_that_would_come_back_too_old_are_cancelled(mesh, script, m
     assert set(staleness(script)) == {0}
 
 
-async def test_a_mesh_without_engines_is_said_so(mesh, script, make_config, start) -> None:
+async def test_a_mesh_without_engines_is_said_so(mesh, script, make_config, start, monkeypatch) -> None:
     script.engines = 0
-    async with start(make_config(mesh.services, deadlines={"startup_s": 0.3})) as (loop, _):
+    async with start(make_config(mesh.services)) as (loop, _):
+        monkeypatch.setattr(loop.relay, "_deadlines", DeadlinesConfig(startup_s=0.3))
         with pytest.raises(RunError, match=r"weight hub at .* has 0 inference engines after 0.3 s, need 1; start `inf"):
             await loop.train()
 
@@ -397,16 +402,18 @@ async def test_status_compares_the_last_step_with_the_version_of_that_step(
 
 
 async def test_a_suspended_run_waits_beyond_its_deadlines_and_goes_on_once_it_is_resumed(
-    mesh, script, make_config, start, tmp_path, said
+    mesh, script, make_config, start, tmp_path, said, monkeypatch
 ) -> None:
     script.step_holds[2] = asyncio.Event()
-    config = make_config(mesh.services, max_async_level=1, deadlines={"step_s": 5.0})
+    config = make_config(mesh.services, max_async_level=1, deadlines={"step_s": 60.0})
     async with start(config) as (loop, journal):
         training = asyncio.create_task(loop.train())
         await until(lambda: 3 in script.batches)  # one trains and one waits; the next is refused
         mesh.trainer.book.suspension = Suspension(message="no room on its disk")
         await until(lambda: any("the run main is suspended: no room on its disk; `meshrl run" in line for line in said))
-        await asyncio.sleep(6.0)
+        events, before_s = asyncio.get_running_loop(), asyncio.get_running_loop().time
+        monkeypatch.setattr(events, "time", lambda: before_s() + 61.0)
+        await asyncio.sleep(0.1)  # whatever is due by now has its turn
         assert not training.done()
         mesh.trainer.book.suspension = None
         script.step_holds[2].set()

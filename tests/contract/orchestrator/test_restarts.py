@@ -155,7 +155,7 @@ async def test_a_batch_that_is_done_while_it_is_read_for_its_upload_is_not_misse
             late.append(step)
             script.step_holds[1].set()
             await until(lambda: run.journal._forgotten >= step)
-            await asyncio.sleep(0.1)  # the ledger is written
+            await until(lambda: not query(tmp_path, "SELECT 1 FROM parts WHERE step = ?", step))
         return await read(run, step)
 
     monkeypatch.setattr(Run, "batch", read_late)
@@ -166,10 +166,12 @@ async def test_a_batch_that_is_done_while_it_is_read_for_its_upload_is_not_misse
 
 async def test_both_may_die(live, mesh, script, make_config, tmp_path) -> None:
     script.durable_every = 2
+    script.step_holds[6] = asyncio.Event()  # else the orchestrator might live to see the next checkpoint
     config = make_config(mesh.services, max_steps=8, checkpoint_interval=2)
 
     assert not await live(config, lambda: (1, 5) in script.trained)
     await mesh.kill_trainer()
+    script.step_holds[6].set()
     await mesh.start_trainer(4)
     assert await live(config)
     assert_exact(tmp_path, 8)
@@ -193,7 +195,6 @@ async def test_versions_that_a_restarted_trainer_is_ahead_of_are_skipped(
     await mesh.kill_trainer()
     script.gone_versions = {1, 2, 3, 4}
     await mesh.start_trainer(5)
-    await asyncio.sleep(0.1)
     script.holds[3].set()
     assert await asyncio.wait_for(running, 60.0)
     assert_exact(tmp_path, 8)
@@ -296,10 +297,12 @@ async def test_a_resumed_trainer_of_another_size_trains_the_same_rollouts_in_new
 async def test_a_fresh_start_in_a_used_folder_begins_a_run_of_its_own(
     live, mesh, script, make_config, tmp_path
 ) -> None:
+    script.step_holds[3] = asyncio.Event()  # the first run does not come to its end
     config = make_config(mesh.services, max_steps=3)
 
     assert not await live(config, lambda: (1, 2) in script.trained)
     await mesh.kill_trainer()
+    script.step_holds[3].set()
     await mesh.start_trainer(0)
     assert await live(config)
     assert_exact(tmp_path, 3)
@@ -324,7 +327,6 @@ async def test_a_trainer_without_checkpoints_that_restarts_ends_the_run(live, me
     config = make_config(mesh.services, max_steps=None, deadlines={"unreachable_s": 5.0})
     running = asyncio.create_task(live(config))
     await until(lambda: (1, 4) in script.trained)
-    await asyncio.sleep(0.1)
     await mesh.kill_trainer()
     await mesh.start_trainer(0)
     with pytest.raises(RunError, match=r"restarted at step 0, but the batch of step 1 is no longer kept.*ckpt.interv"):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from local_ports import free_port
 from meshrl.core.clock import Clock
 from meshrl.core.config.shared import ServerConfig
 from meshrl.core.rpc.serve import GrpcServer
@@ -34,7 +35,7 @@ class Host:
 
     script: Script
     environments: dict[str, int]
-    port: int = 0
+    port: int = field(default_factory=free_port)
     overloaded: bool = False
     asked: list[RolloutRequest] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
@@ -52,7 +53,7 @@ class Host:
         self.server = GrpcServer(ServerConfig(port=self.port))
         adder = rollout_pb2_grpc.add_RolloutServiceServicer_to_server
         self.server.add("meshrl.v1.RolloutService", adder, HostServicer(self))
-        self.port = await self.server.start()
+        await self.server.start()
         self.server.set_serving()
 
     async def kill(self) -> None:
