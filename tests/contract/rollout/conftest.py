@@ -19,6 +19,7 @@ from aiohttp import web
 from opentelemetry.sdk.trace import TracerProvider
 
 from character_tokenizer import ALPHABET, END, save_character_tokenizer
+from local_ports import free_port
 from meshrl.client import RolloutClient
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.rollout.config import RolloutConfig
@@ -162,7 +163,7 @@ class Hub(pb_grpc.WeightSyncServicer):
 
     engines: list[tuple[str, str, bool]] = field(default_factory=list)
     asked: int = 0
-    port: int = 0
+    port: int = field(default_factory=free_port)
     server: grpc.aio.Server | None = None
 
     async def ListEngines(self, request, context):  # noqa: N802  # the name of the RPC
@@ -177,7 +178,7 @@ class Hub(pb_grpc.WeightSyncServicer):
     async def start(self) -> None:
         self.server = grpc.aio.server()
         pb_grpc.add_WeightSyncServicer_to_server(self, self.server)
-        self.port = self.server.add_insecure_port(f"127.0.0.1:{self.port}")
+        self.server.add_insecure_port(self.address)
         await self.server.start()
 
     async def stop(self) -> None:
@@ -207,8 +208,13 @@ class Mesh:
 
     client: RolloutClient
     runner: RolloutRunner
+    servicer: RolloutServicer
     server: GrpcServer
     engines: list[ScriptedEngine]
+
+    def doing(self) -> list[str]:
+        """Where each rollout that is played here is."""
+        return [stage.describe(0.0) for _, _, stage in self.runner._doing()]
 
     async def collect(self, request: RolloutRequest) -> list[Any]:
         """All events of a group."""
@@ -253,14 +259,14 @@ async def start_mesh(tokenizer_dir: Path, tmp_path: Path) -> AsyncIterator[Start
                 },
             )
             runner = await build(config, stack, TracerProvider().get_tracer("test"))
-            server = GrpcServer(config.server)
-            server.add(SERVICE, add_to_server, RolloutServicer(runner))
+            server, servicer = GrpcServer(config.server), RolloutServicer(runner)
+            server.add(SERVICE, add_to_server, servicer)
             port = await server.start()
             server.set_serving()
             stack.push_async_callback(server.drain, 0.0)
             stack.push_async_callback(runner.drain, 0.0)
             rollout_client = await stack.enter_async_context(RolloutClient(f"127.0.0.1:{port}"))
-            return Mesh(rollout_client, runner, server, engines)
+            return Mesh(rollout_client, runner, servicer, server, engines)
 
         yield start
 
@@ -283,6 +289,18 @@ def group(**fields: Any) -> RolloutRequest:
 @pytest.fixture
 def make_group() -> Callable[..., RolloutRequest]:
     return group
+
+
+@pytest.fixture
+def pass_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Has what waits for a time of the event loop wait so many seconds less."""
+
+    def jump(seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        now = loop.time
+        monkeypatch.setattr(loop, "time", lambda: now() + seconds)
+
+    return jump
 
 
 @pytest.fixture

@@ -26,13 +26,13 @@ async def test_as_many_rollouts_run_as_the_engines_say_they_hold(start_mesh, mak
                 pass
 
         playing = asyncio.create_task(play())
-        status = await status_when(mesh, lambda now: now.running > 0)
+        status = await status_when(mesh, lambda now: now.running == 5)
         assert (status.running, status.queued, status.max_concurrent) == (5, 19, 5)
         assert [(engine.slots, engine.kv_tokens) for engine in status.engines] == [(4, 4096)]
         assert status.limit_reason.startswith(f"auto: engines hold 4 ({one.url} 4, its slots)")
         await other.start()
         mesh.runner._servers.engines.discover([(other.url, "")])
-        status = await status_when(mesh, lambda now: now.max_concurrent > 5)
+        status = await status_when(mesh, lambda now: now.running == 14)
         assert (status.running, status.queued, status.max_concurrent) == (14, 10, 14)
         await other.stop()
         status = await status_when(mesh, lambda now: now.max_concurrent < 14)

@@ -133,6 +133,8 @@ async def test_a_new_request_for_a_group_without_a_stream_takes_its_place(start_
         call = stream_of(channel, request)
         await call.read()
         call.cancel()
+        (stream,) = mesh.servicer._streams._streams.values()
+        await until(lambda: stream.reader is None)
         gate.set()
         rest = make_group(group_id="g", group_size=1, deadline_s=60.0)
         assert [type(event) async for event in mesh.client.run_rollouts(rest)] == [Rollout, RolloutSummary]

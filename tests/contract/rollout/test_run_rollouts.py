@@ -13,6 +13,7 @@ import pytest
 from meshrl.v1 import rollout_pb2, rollout_pb2_grpc
 from meshrl.wire.errors import Reason
 from meshrl.wire.types import Rollout, RolloutFailure, RolloutSummary, Sampling
+from polling import until
 
 
 async def test_a_rollout_carries_tokens_mask_logprobs_versions_roles_and_rewards(
@@ -150,36 +151,40 @@ async def test_unknown_names_and_bad_fields_are_refused_with_their_reason(start_
     assert {violation.field for violation in error.violations} == {"group_size", "deadline_s", "sampling.top_p"}
 
 
-async def test_rollouts_alive_at_the_deadline_are_failures(start_mesh, engine, make_group):
-    engine.delay_s = 60.0
+async def test_rollouts_alive_at_the_deadline_are_failures(start_mesh, engine, make_group, pass_time):
+    engine.delay_s = 600.0
     mesh = await start_mesh([engine], max_concurrent=1)
-    *failures, summary = await mesh.collect(make_group(group_size=2, deadline_s=3.0))
+    playing = asyncio.create_task(mesh.collect(make_group(group_size=2, deadline_s=90.0)))
+    await engine.arrived.get()
+    pass_time(90.0)
+    *failures, summary = await playing
     assert [failure.reason for failure in failures] == ["DEADLINE_PASSED"] * 2
     assert failures[0].retryable
-    late = "not finished within deadline_s = 3: it was"
+    late = "not finished within deadline_s = 90: it was"
     assert re.match(rf"{late} in a model call at {engine.url}, [\d.]+ s into this stage$", failures[0].message)
-    assert failures[1].message == "not finished within deadline_s = 3: it waited for a place in max_concurrent"
+    assert failures[1].message == "not finished within deadline_s = 90: it waited for a place in max_concurrent"
     assert summary.failed == 2
     assert (await mesh.client.get_status()).running == 0
 
 
-async def test_a_late_rollout_says_which_stage_it_was_in(start_mesh, engine, make_engine, make_group):
+async def test_a_late_rollout_says_which_stage_it_was_in(start_mesh, engine, make_engine, make_group, pass_time):
     away = await make_engine(health=503).start()
     slow = await start_mesh([engine], env=[{"id": "mesh_slow"}])
-    waiting = await start_mesh([away], client={"failover_s": 60.0})
-    groups = await asyncio.gather(
-        *(slow.collect(make_group(environment="mesh_slow", task_index=index, deadline_s=3.0)) for index in range(3)),
-        waiting.collect(make_group(deadline_s=3.0)),
-    )
-    await away.stop()
+    waiting = await start_mesh([away], client={"failover_s": 600.0})
     stages = (
         "in the set-up of task and harness",
         "in the task's finalize",
         "in its rewards",
         "waiting for an engine to take its model call (no engine is reachable)",
     )
-    for (failure, _), doing in zip(groups, stages, strict=True):
-        assert failure.message.startswith(f"not finished within deadline_s = 3: it was {doing}")
+    requests = [make_group(environment="mesh_slow", task_index=index, deadline_s=90.0) for index in range(3)]
+    groups = asyncio.gather(*map(slow.collect, requests), waiting.collect(make_group(deadline_s=90.0)))
+    there = [f"it was {stage}" for stage in stages]
+    await until(lambda: sum(said.startswith(tuple(there)) for said in slow.doing() + waiting.doing()) == len(there))
+    pass_time(90.0)
+    for (failure, _), doing in zip(await groups, there, strict=True):
+        assert failure.message.startswith(f"not finished within deadline_s = 90: {doing}")
+    await away.stop()
 
 
 async def test_a_task_that_is_not_drawn_by_the_deadline_fails_the_group(start_mesh, engine, make_group):
@@ -242,14 +247,20 @@ async def test_a_full_queue_refuses_and_takes_work_again_later(start_mesh, engin
 
 
 async def test_a_draining_server_finishes_what_runs_and_refuses_more(start_mesh, engine, make_group):
-    engine.delay_s = 0.4
+    gate = asyncio.Event()
+
+    async def held(request, body):
+        await gate.wait()
+
+    engine.on_call = held
     mesh = await start_mesh([engine])
     running = asyncio.create_task(mesh.collect(make_group()))
     await engine.arrived.get()
-    drain = asyncio.create_task(mesh.runner.drain(5.0))
-    await asyncio.sleep(0.05)
+    drain = asyncio.create_task(mesh.runner.drain(60.0))
+    await asyncio.sleep(0)
     assert (await mesh.refused(make_group())).reason is Reason.DRAINING
     assert (await mesh.client.get_status()).draining
+    gate.set()
     assert (await running)[-1].finished == 1
     await drain
 
