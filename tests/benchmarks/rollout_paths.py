@@ -129,9 +129,13 @@ async def _envserver(target: Target, stack: AsyncExitStack) -> Play:
     from verifiers.v1.serve.server import EnvServer
     from verifiers.v1.utils.loaders import resolve_env_config
 
+    from meshrl.environments.harness import HarnessHost, hosted_by, open_connections
     from meshrl.environments.plugins import plugin_id
+    from meshrl.environments.tool_connections import ToolConnections
 
     _let_verifiers_read_renderers()
+    http = await stack.enter_async_context(open_connections())
+    stack.enter_context(hosted_by(HarnessHost(http, ToolConnections(frozenset()), lambda trace_id, what: None)))
     config = resolve_env_config(
         {
             "id": "",
