@@ -10,6 +10,7 @@ from math import comb
 import numpy as np
 from numpy.typing import NDArray
 
+from meshrl.core.metrics.statistics import distribution
 from meshrl.wire.values import JsonObject
 
 CONFIDENCE = 0.95
@@ -46,16 +47,9 @@ class EnvironmentScores:
             values |= _of_estimate(f"{name}/avg@{k}", self.average)
         for number, estimate in self.passes.items():
             values |= _of_estimate(f"{name}/pass@{number}", estimate)
-        rewards = np.array([row["reward"] for row in self.rows], dtype=np.float64)
-        if rewards.size:
-            values |= {
-                f"{name}/reward/std": float(rewards.std()),
-                f"{name}/reward/max": float(rewards.max()),
-                f"{name}/reward/min": float(rewards.min()),
-                f"{name}/seq_len/mean": _mean(self.rows, "num_tokens"),
-                f"{name}/is_truncated/mean": _mean(self.rows, "truncated"),
-                f"{name}/num_turns/mean": _mean(self.rows, "num_turns"),
-            }
+        values |= distribution(f"{name}/reward", [row["reward"] for row in self.rows], "std max min")
+        for metric, field in (("seq_len", "num_tokens"), ("is_truncated", "truncated"), ("num_turns", "num_turns")):
+            values |= distribution(f"{name}/{metric}", [row[field] for row in self.rows], "mean")
         return values
 
 
@@ -118,7 +112,3 @@ def _estimate(sums: NDArray[np.float64], counts: NDArray[np.float64], draws: NDA
 
 def _of_estimate(name: str, estimate: Estimate) -> dict[str, float]:
     return {name: estimate.value, f"{name}/low": estimate.low, f"{name}/high": estimate.high}
-
-
-def _mean(rows: Sequence[JsonObject], field: str) -> float:
-    return float(np.mean([row[field] for row in rows]))
