@@ -131,7 +131,7 @@ async def lead(args: argparse.Namespace, parts: Any) -> list[dict[str, float]]:
         broadcast=WeightBroadcastConfig(
             type=args.transport,
             address=args.hub,
-            bucket_mib=args.bucket_mib,
+            bucket_mib=args.bucket_mib if args.transport == "nccl" else 256,
             deltas=args.deltas[0],
             probe_tokens=0,
             host=args.host,

@@ -72,7 +72,11 @@ def configure(
         seq_len=32,
         torch_threads=1,
         weight_broadcast=WeightBroadcastConfig(
-            type=transport, address=hub, chunk_bytes=4096, bucket_mib=1, transfer_deadline_s=5.0
+            type=transport,
+            address=hub,
+            chunk_bytes=4096,
+            bucket_mib=1 if transport == "nccl" else 256,
+            transfer_deadline_s=5.0,
         ),
         output_dir=output_dir,
     )

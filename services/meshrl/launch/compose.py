@@ -10,6 +10,7 @@ from typing import TypeVar
 from pydantic import SecretStr
 
 from meshrl.core.config import BaseConfig, ConfigError
+from meshrl.core.config.shared import WeightBroadcastConfig
 from meshrl.core.credentials.secret import checked
 from meshrl.core.paths import Layout
 from meshrl.core.torch_environment import VISIBLE_GPUS
@@ -194,7 +195,8 @@ class _Composition:
                     " use 'filesystem' or 'auto', or give them GPUs of their own"
                 )
             if config.trainer.weight_broadcast.type == "auto":
-                values["weight_broadcast.type"] = "filesystem"
+                files = WeightBroadcastConfig(type="filesystem")  # without the keys of nccl, which auto allows
+                values |= {f"weight_broadcast.{key}": getattr(files, key) for key in ("type", "bucket_mib", "host")}
         if inference is not None and inference.sleep_while_training:
             if engines_apart and not inference.share_gpu:
                 raise ConfigError(

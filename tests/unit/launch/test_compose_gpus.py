@@ -36,7 +36,7 @@ def test_more_training_processes_than_gpus_are_refused(capsys: pytest.CaptureFix
 
 def test_versions_travel_by_files_where_trainer_and_engine_share_a_gpu() -> None:
     shared = ("--inference-gpu-ids", "0", "--trainer-gpu-ids", "0")
-    config = load("--inference", *shared)
+    config = load("--inference", *shared, "--trainer.weight-broadcast.bucket-mib", "8")
     parts = {part.name: part for part in compose(config, lambda _: 40001, gpus=("0",))}
     assert parts["trainer"].config.weight_broadcast.type == "filesystem"
     assert parts["inference"].config.share_gpu

@@ -75,6 +75,11 @@ OF_TRAINER = {
     "run_hooks.creation a.b": "run_hooks is about runs beside",
     "router_replay_over_wan true": "allows trainer.enable_router_replay over slow links; set that as well",
     "max_concurrent_runs 2, model.lora.rank 8, model.cp 2, join_rows always": "with model.cp or model.tp rows never",
+    "weight_broadcast.type stream, weight_broadcast.bucket_mib 8": "weight_broadcast.bucket_mib belongs to",
+    "weight_broadcast.type filesystem, weight_broadcast.host 10.0.0.1": "weight_broadcast.type auto or nccl, not to",
+    "weight_broadcast.type nccl, weight_broadcast.broadcast_dir d": "weight_broadcast.type auto or filesystem, not to",
+    "weight_broadcast.deltas off, weight_broadcast.anchor_every 8": "weight_broadcast.anchor_every is about deltas",
+    "weight_broadcast.probe_tokens 0, weight_broadcast.max_probe_error 1": "max_probe_error is about probes",
 }
 OF_SFT = {
     "data.input_ids increasing": "data.input_ids belongs to data.type fake, not to sft; leave it out",

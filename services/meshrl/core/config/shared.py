@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field, model_validator
 
 from meshrl.client.credentials import CredentialFiles
 from meshrl.core.config.base import BaseConfig
+from meshrl.core.config.typed import TypedConfig, changed
 from meshrl.machine.addresses import address_of, checked_address, local_address
 from meshrl.wire.types import Sampling
 
@@ -334,8 +335,16 @@ AddressesOrNone = Annotated[list[_Listed], BeforeValidator(_one_or_more), AfterV
 """The same, or an empty list."""
 
 
-class WeightBroadcastConfig(BaseConfig):
+class WeightBroadcastConfig(TypedConfig):
     """How weight versions travel from the trainer to engines."""
+
+    section: ClassVar = "weight_broadcast"
+
+    of_types: ClassVar = {
+        "broadcast_dir": ("auto", "filesystem"),
+        "bucket_mib": ("auto", "nccl"),
+        "host": ("auto", "nccl"),
+    }
 
     type: Literal["auto", "filesystem", "nccl", "stream"] = "auto"
     """filesystem: files that both sides see. nccl: broadcast from device to device. stream: chunks over gRPC. auto: the
@@ -396,11 +405,17 @@ class WeightBroadcastConfig(BaseConfig):
     the probe's logprobs."""
 
     @model_validator(mode="after")
-    def _folder_only_for_files(self) -> Self:
-        if self.type not in ("auto", "filesystem") and self.broadcast_dir is not None:
+    def _keys_have_an_effect(self) -> Self:
+        self.refuse_foreign()
+        if self.deltas == "off" and changed(self, ["anchor_every"]):
             raise ValueError(
-                f"weight_broadcast.broadcast_dir belongs to type 'filesystem', got type {self.type!r};"
-                " leave broadcast_dir out"
+                "weight_broadcast.anchor_every is about deltas, and weight_broadcast.deltas is off; leave one of them"
+                " out"
+            )
+        if not self.probe_tokens and changed(self, ["max_probe_error"]):
+            raise ValueError(
+                "weight_broadcast.max_probe_error is about probes, and weight_broadcast.probe_tokens is 0; leave one of"
+                " them out"
             )
         return self
 
