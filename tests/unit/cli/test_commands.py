@@ -22,6 +22,7 @@ import pytest
 from click.testing import CliRunner, Result
 from packaging.specifiers import SpecifierSet
 
+from meshrl.cli import versions
 from meshrl.cli.command import ago, print_json
 from meshrl.cli.doctor import examine
 from meshrl.cli.main import main
@@ -115,9 +116,12 @@ def test_a_wrong_command_line_is_one_line_that_says_where_help_is(arguments: tup
 
 @pytest.mark.parametrize(
     "arguments",
-    [("weights", "engines"), ("envs",), ("call", "weights", "ListEngines")],
+    [("weights", "engines"), ("weights", "list"), ("envs",), ("call", "weights", "ListEngines")],
 )
-def test_a_service_that_does_not_answer_is_one_line_with_a_remedy(arguments: tuple[str, ...]) -> None:
+def test_a_service_that_does_not_answer_is_one_line_with_a_remedy(
+    arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(versions, "REACH_S", 0.2)
     result = meshrl(*arguments, "--address", "127.0.0.1:1")
     assert result.exit_code == 1
     assert result.output.startswith("Error: UNREACHABLE: ipv4:127.0.0.1:1: ")

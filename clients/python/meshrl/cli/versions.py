@@ -11,7 +11,6 @@ from dataclasses import asdict
 import click
 
 from meshrl.cli.command import (
-    CALL_DEADLINE_S,
     CliError,
     address_option,
     ago,
@@ -31,6 +30,7 @@ from meshrl.client.weights import EVERY_RUN
 from meshrl.wire.saved_steps import pin_step, pinned_steps, unpin_step
 from meshrl.wire.types import VersionInfo
 
+REACH_S = 3.0
 QUIET_S = 0.5
 """The hub's watch sends the past at once: this silence ends it."""
 
@@ -41,7 +41,7 @@ step_argument = click.argument("step", type=click.IntRange(min=1))
 async def _versions(address: str, run_id: str, options: ChannelOptions) -> list[VersionInfo]:
     newest: dict[tuple[str, int, int], VersionInfo] = {}
     async with WeightSyncClient(address, options) as client:
-        await client.wait_until_serving(CALL_DEADLINE_S)
+        await client.wait_until_serving(REACH_S)
         async with aclosing(client.watch_versions(run_id)) as events:
             with suppress(TimeoutError, StopAsyncIteration):  # no more of them
                 while True:
