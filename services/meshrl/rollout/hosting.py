@@ -19,6 +19,7 @@ from verifiers.v1.clients import EvalClientConfig, ModelContext, TrainClientConf
 from verifiers.v1.configs.agent import AgentConfig, agent_config_fields
 from verifiers.v1.configs.env import EnvConfig as VfEnvConfig
 from verifiers.v1.env import Env
+from verifiers.v1.envs.single_agent import SingleAgentEnv
 from verifiers.v1.episode import Episode
 from verifiers.v1.mcp import Toolset
 from verifiers.v1.task import Task
@@ -27,6 +28,7 @@ from verifiers.v1.types import SamplingConfig as VfSampling
 from verifiers.v1.utils.loaders import (
     default_harness_id,
     env_config_type,
+    environment_class,
     harness_class,
     load_environment,
     resolve_env_config,
@@ -189,6 +191,23 @@ def configured(config: EnvConfig, *, harness: str, max_turns: int | None) -> VfE
             f"environment {name!r}: {config.id!r} cannot be loaded: its import failed with"
             f" {type(error).__name__}: {error}"
         ) from error
+
+
+def why_unrewarded(name: str, config: VfEnvConfig) -> str | None:
+    """None where something may give a reward: a method, an option, or code of the task's or environment's own."""
+    task, options = taskset_class(config.taskset.id).task_type(), config.taskset.task
+    own = (
+        environment_class(config.taskset.id, config.id) is not SingleAgentEnv,
+        task.score is not Task.score,
+        task.finalize is not Task.finalize,
+    )
+    marked = any(hasattr(method, "reward") for parent in task.__mro__ for method in vars(parent).values())
+    if any(own) or marked or options.rewards or options.judges:
+        return None
+    return (
+        f"environment {name!r}: nothing rewards a rollout of {config.taskset.id!r}, so every reward is 0; decorate a"
+        f" method of {task.__name__} with @vf.reward, or set args.task.judges"
+    )
 
 
 def _option_problem(taskset: str, problem: ErrorDetails) -> tuple[tuple[str, ...], str]:

@@ -57,4 +57,6 @@ async def open_players(
         await stack.enter_async_context(hosted.serving(client))
         players[hosted.name] = EpisodePlayer(hosted, client, tracer, entry.deadlines, text=text)
         logger.info("environment {}: {} tasks", hosted.name, hosted.tasks.num_tasks or "infinitely many")
+        if doubt := hosting.why_unrewarded(hosted.name, hosted.env.config):
+            logger.warning("{}", doubt)
     return players

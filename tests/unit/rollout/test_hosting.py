@@ -150,6 +150,24 @@ def test_a_taskset_whose_own_code_fails_is_named_with_its_cause(word: str, cause
     )
 
 
+@pytest.mark.parametrize(
+    ("entry", "rewarded"),
+    [
+        ({}, False),
+        ({"args": {"task": {"judges": [{"id": "reference"}]}}}, True),
+        ({"args": {"task": {"rewards": {"length": {"fn": "my_rewards.length"}}}}}, True),
+        ({"id": "best-of-n+mesh_unit_words"}, True),  # its own code may reward
+        ({"id": "reverse_text"}, True),
+        ({"id": "nim"}, True),
+    ],
+)
+def test_an_environment_that_nothing_rewards_is_known(entry: dict, rewarded: bool):
+    config = EnvConfig(**{"id": "mesh_unit_words", "name": "words", **entry})
+    doubt = hosting.why_unrewarded("words", hosting.configured(config, harness=HARNESS, max_turns=None))
+    assert (doubt is None) is rewarded
+    assert doubt is None or "nothing rewards a rollout of 'mesh_unit_words'" in doubt
+
+
 def test_a_dotted_module_is_known_to_verifiers_under_one_name_and_loaded_once():
     from meshrl.environments import harness
 

@@ -113,8 +113,10 @@ def _about_environments(entries: list[Table], harness: str, max_turns: int | Non
     for place, entry in enumerate(entries):
         config = EnvConfig.model_validate(entry)
         try:
+            resolved = hosting.configured(config, harness=harness, max_turns=max_turns)
+            if doubt := hosting.why_unrewarded(config.resolved_name, resolved):
+                yield "warning", doubt, [(str(place), "id")]
             if not load:
-                hosting.configured(config, harness=harness, max_turns=max_turns)
                 continue
             none = Sampling()
             hosted = hosting.load(config, model="", harness=harness, max_turns=max_turns, default_sampling=none)

@@ -168,11 +168,16 @@ def test_a_dry_run_loads_the_tasks_of_every_environment(tmp_path: Path, monkeypa
     second = ("--orchestrator.train.env.1.id", "mesh_without_file", "--orchestrator.eval.env.0.id", "reverse_text")
     held_out = ("--orchestrator.eval.env.0.name", "held out", "--orchestrator.eval.env.0.args.split", "held_out")
     findings = found(plugins.check_plugins, plan(*second, *held_out, "--dry-run"))
-    assert [findings[0], findings[2]] == [
+    assert [findings[0], findings[3]] == [
         "note: environment 'reverse_text' can be loaded: 1672 tasks",
         "note: environment 'held out' can be loaded: 128 tasks",
     ]
-    assert findings[1].startswith(
+    assert findings[1] == (
+        "warning: environment 'mesh_without_file': nothing rewards a rollout of 'mesh_without_file', so every reward is"
+        " 0; decorate a method of Task with @vf.reward, or set args.task.judges"
+        " (orchestrator.train.env.1.id from --orchestrator.train.env.1.id)"
+    )
+    assert findings[2].startswith(
         "error: environment 'mesh_without_file': taskset 'mesh_without_file' cannot load its tasks: FileNotFoundError"
     )
 
