@@ -12,7 +12,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -155,8 +155,8 @@ def run_traced(
 def run(work: Work, *, blocking_threads: int | None = BLOCKING_THREADS) -> int:
     """Runs `work` on a new event loop; returns the exit code, of an error that of `exit_code_of`.
 
-    SIGTERM and SIGINT set the event; a second signal ends the process at once. `blocking_threads` are those of
-    `asyncio.to_thread`; None is Python's own number.
+    The signals of `draining_signals` set the event. A second one ends the process at once, except SIGHUP, which a
+    closed terminal sends twice. `blocking_threads` are those of `asyncio.to_thread`; None is Python's own number.
     """
     keep_freed_memory()
     try:
@@ -177,21 +177,30 @@ async def _until_done_or_stopped(work: Work, blocking_threads: int | None) -> in
         loop.set_default_executor(ThreadPoolExecutor(blocking_threads, thread_name_prefix="blocking"))
 
     def on_signal(signum: signal.Signals) -> None:
+        if stop.is_set() and signum is signal.SIGHUP:
+            return
         if stop.is_set():
             logger.warning("second {}: leaving at once", signum.name)
             os._exit(128 + signum)
         logger.info("{}: draining; once more ends the process at once", signum.name)
         stop.set()
 
-    for signum in (signal.SIGTERM, signal.SIGINT):
+    signals = draining_signals()
+    for signum in signals:
         loop.add_signal_handler(signum, on_signal, signum)
     try:
         return await work(stop)
     except Exception as error:  # noqa: BLE001  # last stop of the process: the exit code says failure
         return exit_code_of(error)
     finally:
-        for signum in (signal.SIGTERM, signal.SIGINT):
+        for signum in signals:
             loop.remove_signal_handler(signum)
+
+
+def draining_signals() -> Sequence[signal.Signals]:
+    """With SIGHUP, of a terminal that was closed, unless it is ignored, as under nohup."""
+    hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+    return (signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if hangs_up else []))
 
 
 def exit_code_of(

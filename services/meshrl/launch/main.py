@@ -305,8 +305,9 @@ def placed(parts: Sequence[Part]) -> list[str]:
 
 
 def _show(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    with suppress(OSError):  # the terminal was closed, and the log has it
+        sys.stdout.write(text)
+        sys.stdout.flush()
 
 
 def main() -> None:

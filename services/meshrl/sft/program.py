@@ -17,7 +17,7 @@ from meshrl.core.config.shared import log_extras_of
 from meshrl.core.orphans import Lifeline
 from meshrl.core.paths import Layout
 from meshrl.core.private_folders import short_socket_paths
-from meshrl.core.program import exit_code_of, leave, raise_open_file_limit
+from meshrl.core.program import draining_signals, exit_code_of, leave, raise_open_file_limit
 from meshrl.core.telemetry.monitor import Monitor
 from meshrl.core.telemetry.sinks import open_monitor
 from meshrl.models.load import ModelError
@@ -53,7 +53,7 @@ def run_rank(config: SFTConfig, rank: int) -> None:
             raise ModelError(str(error)) from error
         lifeline = Lifeline.tie(parallel, os.environ)
         signals: list[str] = []
-        for signum in (signal.SIGTERM, signal.SIGINT):  # only now: a rank that waits for others ends at once
+        for signum in draining_signals():  # only now: a rank that waits for others ends at once
             signal.signal(signum, lambda number, _: signals.append(signal.Signals(number).name))
         with short_socket_paths():  # for the processes that tokenize
             train(config, signals, parallel)

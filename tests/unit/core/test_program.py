@@ -91,8 +91,8 @@ def test_blocking_work_has_the_same_number_of_threads_on_every_machine():
     assert len(names) == BLOCKING_THREADS
 
 
-def test_sigterm_and_sigint_set_the_event():
-    for signum in (signal.SIGTERM, signal.SIGINT):
+def test_a_signal_is_logged_and_sets_the_event(said):
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
 
         async def main(stop, signum=signum):
             os.kill(os.getpid(), signum)
@@ -100,6 +100,7 @@ def test_sigterm_and_sigint_set_the_event():
             return 0
 
         assert run(main) == 0
+        assert any(line.startswith(f"{signum.name}: draining") for line in said)
 
 
 def test_errors_become_exit_codes():
@@ -114,13 +115,15 @@ def test_errors_become_exit_codes():
     assert run(raising(RuntimeError("defect"))) == 1
 
 
-def test_a_second_signal_ends_the_process_at_once():
+@pytest.mark.parametrize("before", [[signal.SIGTERM], [signal.SIGHUP, signal.SIGHUP]])  # two: a terminal that closes
+def test_a_second_signal_ends_the_process_at_once(before):
     process = subprocess.Popen([sys.executable, "-c", SLOW_TO_STOP], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         assert process.stdout.readline() == b"up\n"
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(before[0])
         assert process.stdout.readline() == b"draining\n"
-        process.send_signal(signal.SIGTERM)
+        for signum in (*before[1:], signal.SIGTERM):
+            process.send_signal(signum)
         assert process.wait(timeout=60.0) == 128 + signal.SIGTERM
     finally:
         process.kill()

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from meshrl.core.config.shared import ModelConfig
 from meshrl.core.heap import loading
+from meshrl.core.program import draining_signals
 from meshrl.core.telemetry.start import Phase, Start
 from meshrl.inference.compiled import bring, folder_of, share
 from meshrl.inference.config import InferenceConfig
@@ -157,7 +158,7 @@ def _start(vllm_config: VllmConfig, *, forks: bool) -> AsyncLLM:
 def _forget_signals() -> None:
     """In a forked process: its signals are not for this program's event loop."""
     signal.set_wakeup_fd(-1)
-    for signum in (signal.SIGTERM, signal.SIGINT):
+    for signum in draining_signals():
         signal.signal(signum, signal.SIG_DFL)
 
 

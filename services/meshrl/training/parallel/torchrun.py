@@ -25,6 +25,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from meshrl.core.orphans import AGENT_PID, LOST_PEER
 from meshrl.core.paths import Layout
+from meshrl.core.program import draining_signals
 from meshrl.core.telemetry.log_folder import log_place
 from meshrl.core.telemetry.logs import stdout_goes_beside
 from meshrl.training.parallel.deployment import DeploymentConfig
@@ -85,9 +86,8 @@ class RankAgent(LocalElasticAgent):
         environment["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the others are handled here
         environment.setdefault("OMP_NUM_THREADS", "1")
         environment[AGENT_PID] = str(os.getpid())
-        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if signum is not signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:
-                signal.signal(signum, self._on_signal)
+        for signum in draining_signals():
+            signal.signal(signum, self._on_signal)
         try:
             result = self.run()
         finally:
@@ -95,6 +95,8 @@ class RankAgent(LocalElasticAgent):
         return self._exit_code(result)
 
     def _on_signal(self, signum: int, frame: object) -> None:
+        if self._draining and signum == signal.SIGHUP:  # a closed terminal sends it twice
+            return
         if self._draining:
             logger.warning("second {}: leaving at once", signal.Signals(signum).name)
             for pid in self._pids.values():
