@@ -34,7 +34,14 @@ def main() -> None:
     sinks: list[Sink] = [ConsoleSink()]
     if config.wandb is not None:
         sinks.append(WandbSink(config.wandb, config.output_dir, config.model_dump(mode="json")))
-    run_trials("eval", config, results, Evaluation(config, weights, Monitor(sinks)).run)
+    evaluation = Evaluation(
+        weights,
+        Monitor(sinks),
+        loads=config.weights_dir is not None,
+        pass_threshold=config.pass_threshold,
+        bootstrap_samples=config.bootstrap_samples,
+    )
+    run_trials("eval", config, results, evaluation.run)
 
 
 def submit_eval(config: EvaluationConfig, dry_run: bool) -> str | None:

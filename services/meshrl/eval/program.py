@@ -13,7 +13,6 @@ from meshrl.core.metrics.catalogue import Source
 from meshrl.core.metrics.names import CATALOGUE
 from meshrl.core.telemetry.monitor import Monitor
 from meshrl.eval.checkpoints import EvaluatedWeights
-from meshrl.eval.config import EvaluationConfig
 from meshrl.eval.report import EvaluationPoint, record, table, write_report
 from meshrl.eval.scores import score
 from meshrl.sampling.groups import RolloutGroup
@@ -24,13 +23,22 @@ from meshrl.wire.values import JsonObject
 
 
 class Evaluation:
-    """With `weights_dir` the engines load each set; else the served weights are evaluated."""
+    """With `loads` the engines load each set; else the served weights are evaluated."""
 
-    def __init__(self, config: EvaluationConfig, weights: list[EvaluatedWeights], monitor: Monitor) -> None:
-        self._config = config
+    def __init__(
+        self,
+        weights: list[EvaluatedWeights],
+        monitor: Monitor,
+        *,
+        loads: bool,
+        pass_threshold: float,
+        bootstrap_samples: int,
+    ) -> None:
         self._weights = weights
         self._monitor = monitor
-        self._loads = config.weights_dir is not None
+        self._loads = loads
+        self._pass_threshold = pass_threshold
+        self._bootstrap_samples = bootstrap_samples
         self._points: list[EvaluationPoint] = []
 
     async def run(self, run: TrialRun) -> int:
@@ -73,8 +81,8 @@ class Evaluation:
                 [row for row in rows[span.environment] if row["task"] < span.tasks],
                 asked=span.rollouts,
                 group_size=span.group_size,
-                pass_threshold=self._config.pass_threshold,
-                resamplings=self._config.bootstrap_samples,
+                pass_threshold=self._pass_threshold,
+                resamplings=self._bootstrap_samples,
             )
             for span in run.spans
         ]

@@ -15,7 +15,6 @@ from typing import Self
 
 from loguru import logger
 
-from meshrl.synthesize.config import SynthesisConfig
 from meshrl.trials.rows import RowFile
 from meshrl.wire.values import JsonObject
 
@@ -23,15 +22,20 @@ REASONING = "reasoning_content"
 
 
 class ConversationDataset:
-    """A file that is appended to. A context manager."""
+    """A file that is appended to. A context manager. The keys are those of `SynthesisConfig`."""
 
-    def __init__(self, config: SynthesisConfig) -> None:
+    def __init__(
+        self, path: Path, *, model: str, min_reward: float | None, keep_truncated: bool, reasoning_field: str | None
+    ) -> None:
         self.dropped: Counter[str] = Counter()
         """This command's rollouts that are not kept, by reason."""
         self.kept = 0
-        self.path = config.dataset_path
-        self._file = RowFile(self.path)
-        self._config = config
+        self.path = path
+        self._file = RowFile(path)
+        self._model = model
+        self._min_reward = min_reward
+        self._keep_truncated = keep_truncated
+        self._reasoning_field = reasoning_field
         self._there: set[str] = set()
         self._open = ExitStack()
 
@@ -83,10 +87,9 @@ class ConversationDataset:
         return path
 
     def _why_dropped(self, row: JsonObject) -> str | None:
-        least = self._config.min_reward
-        if least is not None and row["reward"] < least:
+        if self._min_reward is not None and row["reward"] < self._min_reward:
             return "reward"
-        if row["truncated"] and not self._config.keep_truncated:
+        if row["truncated"] and not self._keep_truncated:
             return "truncated"
         return None if row.get("conversations") else "empty"
 
@@ -95,12 +98,12 @@ class ConversationDataset:
         if said.get("tools"):
             fields["tools"] = json.dumps(said["tools"], ensure_ascii=False)
         from_row = ("reward", "environment", "task", "task_key", "agent", "rollout_id")
-        return {**fields, **{name: row[name] for name in from_row}, "model": self._config.model.name}
+        return {**fields, **{name: row[name] for name in from_row}, "model": self._model}
 
     def _message(self, message: JsonObject) -> dict[str, object]:
         fields = {name: value for name, value in message.items() if name != REASONING}
         reasoning = message.get(REASONING)
-        field = self._config.reasoning_field
+        field = self._reasoning_field
         if not reasoning or field is None:
             return fields
         if field == "content":

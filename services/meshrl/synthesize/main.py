@@ -62,13 +62,11 @@ def _report(run: TrialRun, dataset: ConversationDataset) -> None:
 def main() -> None:
     config = load_config(SynthesisConfig, prog="synthesize", spellings=PrimeRLKeys(SynthesisConfig))
     derived = (SUMMARY, "dataset.jsonl", "dataset.parquet") if config.dataset is None else (SUMMARY,)
-    settings = config.result_settings(
-        min_reward=config.min_reward,
-        keep_truncated=config.keep_truncated,
-        reasoning_field=config.reasoning_field,
-    )
+    keeps = config.model_dump(include={"min_reward", "keep_truncated", "reasoning_field"})
+    settings = config.result_settings(**keeps)
     results = TrialResults(config.output_dir, settings, clean=config.clean_output_dir, derived=derived)
-    run_trials("synthesize", config, results, partial(synthesize, ConversationDataset(config)))
+    dataset = ConversationDataset(config.dataset_path, model=config.model.name, **keeps)
+    run_trials("synthesize", config, results, partial(synthesize, dataset))
 
 
 if __name__ == "__main__":

@@ -15,8 +15,9 @@ from loguru import logger
 
 from meshrl.core.rpc.blocking_http import error_text
 from meshrl.core.rpc.engine_http import NO_ANSWER, ask
+from meshrl.rollout.config import ClientConfig
 from meshrl.sampling.retry import RunError
-from meshrl.trials.config import DEFAULT_SEQ_LEN, TrialsConfig
+from meshrl.trials.config import DEFAULT_SEQ_LEN, TrialDeadlinesConfig
 
 Api = Literal["generate", "chat_completions"]
 
@@ -36,21 +37,29 @@ class ServerFacts:
 
 
 class PolicyEndpoints:
-    """The servers of one command, at `urls` without /v1; with `inference` it starts them, with the base model."""
+    """The servers of one command, at `urls` without /v1. It may have `started` them, with the base model."""
 
-    def __init__(self, http: aiohttp.ClientSession, urls: Sequence[str], config: TrialsConfig) -> None:
+    def __init__(
+        self,
+        http: aiohttp.ClientSession,
+        urls: Sequence[str],
+        *,
+        base_model: str,
+        started: bool,
+        deadlines: TrialDeadlinesConfig,
+    ) -> None:
         self._http = http
         self._urls = tuple(urls)
-        self._config = config
-        self._started = config.inference is not None
-        self._serves_base = self._started
+        self._base_model = base_model
+        self._started = self._serves_base = started
+        self._deadlines = deadlines
         self.version: int | None = None
         """The version loaded last."""
 
-    async def wait_until_ready(self) -> ServerFacts:
-        """Raises RunError for a server that does not answer."""
-        deadlines, client, most = self._config.deadlines, self._config.client, self._config.seq_len
-        until_s = time.monotonic() + (deadlines.engine_startup_s if self._started else deadlines.startup_s)
+    async def wait_until_ready(self, client: ClientConfig, most: int | None) -> ServerFacts:
+        """`most`: longest sequence, in tokens. Raises RunError for a server that does not answer."""
+        deadline_s = self._deadlines.engine_startup_s if self._started else self._deadlines.startup_s
+        until_s = time.monotonic() + deadline_s
         said = [await self._version_of(url, until_s) for url in self._urls]
         given = "api" in client.model_fields_set
         ours = all(OURS in answer for answer in said)
@@ -99,7 +108,7 @@ class PolicyEndpoints:
                 if time.monotonic() >= until_s:
                     raise RunError(
                         f"no server answers at {url} ({error}): start one with `inference --model.name"
-                        f" {self._config.model.name}`, name another with --client.base-url, or add --inference to have"
+                        f" {self._base_model}`, name another with --client.base-url, or add --inference to have"
                         " one started"
                     ) from error
                 await asyncio.sleep(LOOK_S)
@@ -113,7 +122,7 @@ class PolicyEndpoints:
             return None
 
     async def _post(self, url: str, body: object, what: str) -> tuple[int, object]:
-        deadline_s = self._config.deadlines.load_s
+        deadline_s = self._deadlines.load_s
         try:
             return await ask(self._http, "POST", url, body=body, deadline_s=deadline_s)
         except TimeoutError as error:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshrl.sampling.groups import rollout_seed
+from meshrl.sampling.retry import RunError
 
 TrialKey = tuple[str, str, int, int]
 """Checkpoint, environment, task, and number among the task's rollouts."""
@@ -33,6 +34,14 @@ class TaskSpan:
     @property
     def rollouts(self) -> int:
         return self.tasks * self.group_size
+
+
+def task_span(environment: str, *, wanted: int, there: int | None, group_size: int) -> TaskSpan:
+    """The first `wanted` of `there` tasks; -1 takes all. Raises RunError where they never run out (None)."""
+    if there is None and wanted < 0:
+        raise RunError(f"{environment} never runs out of tasks; say how many to play (--num-examples 100)")
+    tasks = wanted if there is None else there if wanted < 0 else min(wanted, there)
+    return TaskSpan(environment=environment, tasks=tasks, group_size=group_size)
 
 
 def plan_trials(spans: Sequence[TaskSpan], *, seed: int, checkpoint: str, done: Collection[TrialKey]) -> list[Trial]:

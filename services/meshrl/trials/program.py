@@ -28,9 +28,10 @@ from meshrl.sampling.retry import RunError
 from meshrl.sampling.sampler import RolloutSampler
 from meshrl.trials.config import TrialsConfig
 from meshrl.trials.engines import PolicyEndpoints
+from meshrl.trials.plan import task_span
 from meshrl.trials.play import UNKNOWN_LIMIT, TrialRun
 from meshrl.trials.results import TrialResults
-from meshrl.trials.service import rollout_service, task_spans
+from meshrl.trials.service import rollout_service
 
 TrialsConfigT = TypeVar("TrialsConfigT", bound=TrialsConfig)
 
@@ -89,17 +90,27 @@ async def _prepare_and_work(
         key = read_secret(
             "client.api_key", None, file=client.api_key_file, variable=client.api_key_var, environ=os.environ
         )
-        endpoints = PolicyEndpoints(await stack.enter_async_context(engine_session(key)), urls, config)
-        facts = await endpoints.wait_until_ready()
+        http = await stack.enter_async_context(engine_session(key))
+        started = config.inference is not None
+        endpoints = PolicyEndpoints(http, urls, base_model=config.model.name, started=started, deadlines=deadlines)
+        facts = await endpoints.wait_until_ready(client, config.seq_len)
         served = config.rollout_config(list(facts.urls), facts.api, seq_len=facts.seq_len, port=port)
         pool = await stack.enter_async_context(rollout_service(served, tracer, startup_s=deadlines.environments_s))
         sampler = RolloutSampler(pool, group_s=deadlines.rollout_s, retry_s=deadlines.rollout_s, clock=Clock())
-        given = config.max_concurrent
+        hosted, given = pool.environments(), config.max_concurrent
         run = TrialRun(
             seed=config.seed,
             endpoints=endpoints,
             facts=facts,
-            spans=task_spans(config, pool.environments()),
+            spans=[
+                task_span(
+                    env.resolved_name,
+                    wanted=config.num_examples_of(env),
+                    there=hosted[env.resolved_name].num_tasks,
+                    group_size=config.group_size_of(env),
+                )
+                for env in config.environments
+            ],
             results=results,
             sampler=sampler,
             sampling={

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from opentelemetry.trace import Tracer
@@ -14,9 +14,6 @@ from meshrl.rollout.config import RolloutConfig
 from meshrl.rollout.main import serve
 from meshrl.sampling.pool import RolloutPool
 from meshrl.sampling.retry import RunError
-from meshrl.trials.config import TrialsConfig
-from meshrl.trials.plan import TaskSpan
-from meshrl.wire.types import EnvironmentInfo
 
 UNREACHABLE_S = 60.0
 END_DEADLINE_S = 30.0
@@ -49,16 +46,3 @@ async def rollout_service(config: RolloutConfig, tracer: Tracer, *, startup_s: f
         await asyncio.gather(serving, gathering, return_exceptions=True)
         for worker in multiprocessing.active_children():  # whose start was broken off: Python's exit waits for them
             worker.kill()
-
-
-def task_spans(config: TrialsConfig, infos: Mapping[str, EnvironmentInfo]) -> list[TaskSpan]:
-    """The tasks to play of each environment. Raises RunError for one without end."""
-    spans: list[TaskSpan] = []
-    for env in config.environments:
-        name, wanted = env.resolved_name, config.num_examples_of(env)
-        there = infos[name].num_tasks
-        if there is None and wanted < 0:
-            raise RunError(f"{name} never runs out of tasks; say how many to play (--num-examples 100)")
-        tasks = wanted if there is None else there if wanted < 0 else min(wanted, there)
-        spans.append(TaskSpan(environment=name, tasks=tasks, group_size=config.group_size_of(env)))
-    return spans

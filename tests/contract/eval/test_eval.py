@@ -63,7 +63,13 @@ class Stopping(TrialResults):
 
 def work_of(config: EvaluationConfig) -> Any:
     weights = weights_to_evaluate(config.weights_dir, config.steps, base=config.eval_base)
-    return Evaluation(config, weights, Monitor([])).run
+    return Evaluation(
+        weights,
+        Monitor([]),
+        loads=config.weights_dir is not None,
+        pass_threshold=config.pass_threshold,
+        bootstrap_samples=config.bootstrap_samples,
+    ).run
 
 
 async def test_an_evaluation_of_all_checkpoints_is_stopped_and_goes_on(

@@ -82,7 +82,14 @@ class Stopping(TrialResults):
 
 async def run(config: SynthesisConfig, results: Stopping) -> int:
     tracer = TracerProvider().get_tracer("test")
-    work = partial(synthesize, ConversationDataset(config))
+    dataset = ConversationDataset(
+        config.dataset_path,
+        model=config.model.name,
+        min_reward=config.min_reward,
+        keep_truncated=config.keep_truncated,
+        reasoning_field=config.reasoning_field,
+    )
+    work = partial(synthesize, dataset)
     return await serve_trials(config, results.stop, tracer, results=results, work=work)
 
 

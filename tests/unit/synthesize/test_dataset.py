@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from meshrl.core.config import ConfigError
-from meshrl.synthesize.config import SynthesisConfig
 from meshrl.synthesize.dataset import ConversationDataset
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}
@@ -30,8 +29,8 @@ def rollout(number: int, reward: float = 1.0, **changes: Any) -> dict[str, Any]:
 
 
 def dataset(path: Path, **keys: Any) -> ConversationDataset:
-    given = {"dataset": path, "model": {"name": "m"}, "environment_ids": ["sums"], **keys}
-    return ConversationDataset(SynthesisConfig.model_validate(given))
+    usual = {"model": "m", "min_reward": None, "keep_truncated": False, "reasoning_field": "reasoning_content"}
+    return ConversationDataset(path, **{**usual, **keys})
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
