@@ -305,6 +305,12 @@ class InferenceConfig(BaseConfig):
         return self.weight_broadcast is not None and not adapters
 
     @property
+    def loads_as_trainers(self) -> bool:
+        """Whether the model's folder must be one that the trainers take: for whole versions, unless vLLM loads it in a
+        format of its own."""
+        return self.takes_whole_versions and self.vllm_argument("load_format") in (None, "auto")
+
+    @property
     def _takes_adapters(self) -> bool:
         return self.lora_rank is not None if self.enable_lora is None else self.enable_lora
 

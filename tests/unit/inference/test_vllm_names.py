@@ -33,7 +33,10 @@ def config(
 
 
 def described(served: InferenceConfig) -> Layout:
-    return layout_of(hf_state(describe(served, torch.bfloat16)[0]))
+    model, _ = describe(
+        served.model, torch.bfloat16, max_model_len=served.max_model_len, as_trainers=served.loads_as_trainers
+    )
+    return layout_of(hf_state(model))
 
 
 @pytest.mark.parametrize(("max_model_len", "differ"), [(8, False), (9, True)])

@@ -27,6 +27,7 @@ from meshrl.models.families import positions_grow_beyond
 from meshrl.models.folder import ModelFolder, WeightReader
 from meshrl.models.load import empty_model, eos_token_ids, resolve_dtype
 from meshrl.models.routers import Routers
+from meshrl.wire.values import JsonObject
 
 if TYPE_CHECKING:  # vLLM is an extra, and takes seconds to import
     from vllm.config import VllmConfig
@@ -42,12 +43,24 @@ async def open_vllm_engine(config: InferenceConfig, start: Start, meanwhile: Cal
     `meanwhile`: as of `open_engine`. No thread of such work is in this process while it is forked.
     """
     with start.phase("vllm.configuration"), loading():
-        vllm_config = await asyncio.to_thread(_vllm_config, config)
+        vllm_config = await asyncio.to_thread(
+            _vllm_config,
+            config.model,
+            config.vllm_arguments(),
+            torch_threads=config.torch_threads,
+            versions=config.takes_whole_versions,
+        )
         from meshrl.inference.vllm.adapters import AdapterStore
         from meshrl.inference.vllm.engine import VllmEngine
 
     forks = vllm_config.device_config.device_type == "cpu" and config.torch_threads == 1
-    outline, eos_token_ids = await asyncio.to_thread(describe, config, vllm_config.model_config.dtype)
+    outline, eos_token_ids = await asyncio.to_thread(
+        describe,
+        config.model,
+        vllm_config.model_config.dtype,
+        max_model_len=config.max_model_len,
+        as_trainers=config.loads_as_trainers,
+    )
     lora = vllm_config.lora_config
     routed = None
     if config.vllm_argument("enable_return_routed_experts"):
@@ -88,7 +101,13 @@ async def open_vllm_engine(config: InferenceConfig, start: Start, meanwhile: Cal
 
 def run_headless(config: InferenceConfig) -> None:
     """Runs this node's copies of the model, with the front end on another node, until that ends."""
-    vllm_config = _vllm_config(config, headless=True)
+    vllm_config = _vllm_config(
+        config.model,
+        config.vllm_arguments(),
+        torch_threads=config.torch_threads,
+        versions=config.takes_whole_versions,
+        headless=True,
+    )
     from vllm.v1.engine.utils import CoreEngineProcManager
     from vllm.v1.executor import Executor
 
@@ -114,8 +133,14 @@ def run_headless(config: InferenceConfig) -> None:
         manager.shutdown()
 
 
-def _vllm_config(config: InferenceConfig, *, headless: bool = False) -> VllmConfig:
-    model, arguments, torch_threads = config.model, config.vllm_arguments(), config.torch_threads
+def _vllm_config(
+    model: ModelConfig,
+    arguments: JsonObject,
+    *,
+    torch_threads: int | None,
+    versions: bool,
+    headless: bool = False,
+) -> VllmConfig:
     prepare_environment(torch_threads)
     if arguments.get("enforce_eager") and not torch.accelerator.is_available():
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # vLLM compiles a few functions on a CPU even then
@@ -126,7 +151,7 @@ def _vllm_config(config: InferenceConfig, *, headless: bool = False) -> VllmConf
     if given.get("enable_lora"):
         layers = layers_beside_experts(empty_model(model, dtype=torch.bfloat16))
         given = {"lora_target_modules": layers, **given}
-    chosen = {**automatic(model, given, versions=config.takes_whole_versions), **given}
+    chosen = {**automatic(model, given, versions=versions), **given}
     inspect_models_here()
     if imports_ahead():
         start_processes_by(ForkServer())
@@ -171,21 +196,22 @@ def _routed(model: ModelConfig) -> RoutedLayers:
     return RoutedLayers(layers=tuple(routers.layers), experts=routers.shape.experts)
 
 
-def describe(config: InferenceConfig, dtype: torch.dtype) -> tuple[PreTrainedModel, tuple[int, ...]]:
+def describe(
+    model: ModelConfig, dtype: torch.dtype, *, max_model_len: int, as_trainers: bool
+) -> tuple[PreTrainedModel, tuple[int, ...]]:
     """The model without storage, and the tokens that end a completion.
 
-    For versions of the whole model its folder must be one that the trainers take, unless vLLM loads it in a format of
-    its own. Raises ModelError.
+    `as_trainers`: its folder must be one that the trainers take. Raises ModelError.
     """
-    skeleton = empty_model(config.model, dtype=dtype)
-    if config.takes_whole_versions and config.vllm_argument("load_format") in (None, "auto"):
-        WeightReader(ModelFolder.find(config.model), skeleton)
+    skeleton = empty_model(model, dtype=dtype)
+    if as_trainers:
+        WeightReader(ModelFolder.find(model), skeleton)
     limit = positions_grow_beyond(skeleton.config.get_text_config())
-    if limit is not None and config.max_model_len > limit:
+    if limit is not None and max_model_len > limit:
         logger.warning(
             "the rotary embeddings of {} are others for sequences of more than {} tokens. With max_model_len {} vLLM"
             " has those for every sequence, a trainer by the length of each: logprobs of shorter ones differ. Set"
             " inference.max_model_len to {} if that is enough",
-            config.model.name, limit, config.max_model_len, limit,
+            model.name, limit, max_model_len, limit,
         )  # fmt: skip
     return skeleton, eos_token_ids(skeleton)
