@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,7 +18,7 @@ from meshrl.core.torch_environment import VISIBLE_GPUS
 from meshrl.launch.config import RLConfig
 from meshrl.launch.config.sections import RunSection
 from meshrl.launch.gpus import Placement, place
-from meshrl.orchestrator.config import DeadlinesConfig, OrchestratorConfig
+from meshrl.orchestrator.config import DeadlinesConfig, OrchestratorConfig, TeacherConfig
 from meshrl.rollout.config import ClientConfig, RolloutConfig
 from meshrl.trainer.config import TrainerConfig
 from meshrl.weights.config import WeightsConfig
@@ -25,10 +26,10 @@ from meshrl.weights.config import WeightsConfig
 Config = TypeVar("Config", bound=BaseConfig)
 Server = TypeVar("Server", RolloutConfig, TrainerConfig, WeightsConfig)
 
-_KEYS_OF_THE_ROLLOUT_PROGRAM: Mapping[str, bool | set[str]] = {
+NOT_THE_ORCHESTRATORS: Mapping[str, bool | set[str]] = {
     "client": True, "model": True, "services": True, "log": {"vf_level"}
 }  # fmt: skip
-"""In the orchestrator's section, their older place."""
+"""Keys of its section: those of the rollout program, at their older place, and services that run already."""
 
 CLIENTS, ENGINES, HUB = 1, 2, 3
 """Stages of the end of a run, after orchestrators (0); each uses only later ones."""
@@ -86,7 +87,7 @@ def compose(
     too few GPUs.
     """
     running = config.orchestrator.services
-    weights = _with_port(_own_keys(WeightsConfig, config.weights, {"transport": True}), free_port)
+    weights = _with_port(own_keys(WeightsConfig, config.weights, {"transport": True}), free_port)
     run = _Composition(
         config=config,
         free_port=free_port,
@@ -98,7 +99,7 @@ def compose(
     engines = run.engines()
     # Two that load a model onto one GPU at once take each other's room: vLLM counts what is free while it starts.
     shared = [part.name for number, part in enumerate(engines) if run.placement.shared(number)]
-    rollout = _with_port(run.rollout(), free_port)
+    rollout = run.rollout
     addresses = {
         "trainer": trainer.server.local_address,
         "weights": run.hub,
@@ -113,13 +114,14 @@ def compose(
         run_id = section.run_id if isinstance(section, RunSection) else ""
         of_run = f"_{run_id}" if run_id else ""
         name = f"teacher{of_run}"
-        taught = run.teacher_rollout(section, rollout, name)
+        taught = run.teacher_rollout(name, section.teacher, section.taught_environments)
         if taught is not None:
             teacher = Part(
                 name=name, module="meshrl.rollout.main", config=taught, end_stage=CLIENTS, restarts=config.restarts
             )
             teachers.append(teacher)
-        orchestrator = run.orchestrator(section, addresses, taught, ENGINE_START_S if shared else 0.0)
+        plays_at = None if taught is None else taught.server.local_address
+        orchestrator = run.orchestrator(section, addresses, plays_at, ENGINE_START_S if shared else 0.0)
         scores = any(algo.type in ("opsd", "custom") for algo in orchestrator.algos.values())
         orchestrators.append(
             Part(
@@ -211,13 +213,13 @@ class _Composition:
         self,
         section: OrchestratorConfig,
         addresses: Mapping[str, object],
-        taught: RolloutConfig | None,
+        teacher_plays_at: str | None,
         trainer_held_s: float,
     ) -> OrchestratorConfig:
         config, ckpt = self.config, self.config.trainer.ckpt
         values: dict[str, object] = {"services": addresses, **self.deadlines(section.deadlines, trainer_held_s)}
-        if taught is not None:
-            values["teacher.rollout"] = [taught.server.local_address]
+        if teacher_plays_at is not None:
+            values["teacher.rollout"] = [teacher_plays_at]
         if self.session and not section.session:
             values["session"] = self.session
         if isinstance(section, RunSection) and section.output_dir == config.output_dir:
@@ -226,15 +228,17 @@ class _Composition:
             values["sleep_engines"] = True
         if ckpt is not None and not ckpt.weights_only and config.starts("trainer"):
             values |= {"checkpoint_interval": ckpt.interval, "checkpoint_at_end": True}
-        return with_values(orchestrator_of(section), values)
+        return with_values(own_keys(OrchestratorConfig, section, NOT_THE_ORCHESTRATORS), values)
 
-    def teacher_rollout(self, section: OrchestratorConfig, rollout: RolloutConfig, name: str) -> RolloutConfig | None:
+    def teacher_rollout(
+        self, name: str, teacher: TeacherConfig | None, environments: Collection[str]
+    ) -> RolloutConfig | None:
         """Where a run's teacher plays. None if it plays nothing, or one runs already."""
-        names, teacher = section.taught_environments, section.teacher
-        if not names or teacher is None or teacher.rollout is not None:
+        if not environments or teacher is None or teacher.rollout is not None:
             return None
+        rollout = self.rollout
         values: dict[str, object] = {
-            "env": [entry.model_dump() for entry in rollout.env if entry.resolved_name in names],
+            "env": [entry.model_dump() for entry in rollout.env if entry.resolved_name in environments],
             "client": {
                 "api": "chat_completions",
                 "base_url": teacher.client.base_url,
@@ -251,6 +255,7 @@ class _Composition:
         }
         return with_values(rollout, values)
 
+    @cached_property
     def rollout(self) -> RolloutConfig:
         config = self.config
         client = {**config.rollout.client.model_dump(), "base_url": []}
@@ -260,9 +265,10 @@ class _Composition:
         ):
             client |= {"api_key_var": config.inference.api_key_var, "api_key_file": config.inference.api_key_file}
         env = [entry.model_dump() for entry in config.local_environments or config.rollout.env]
-        return RolloutConfig.model_validate(
+        rollout = RolloutConfig.model_validate(
             {**config.rollout.model_dump(), "client": client, "weights": self.hub, "env": env}
         )
+        return _with_port(rollout, self.free_port)
 
     def deadlines(self, given: DeadlinesConfig, trainer_held_s: float) -> dict[str, object]:
         """An orchestrator's waits, where it names none itself."""
@@ -323,11 +329,6 @@ class _Composition:
         return parts
 
 
-def orchestrator_of(section: OrchestratorConfig) -> OrchestratorConfig:
-    others = {} if isinstance(section, RunSection) else _KEYS_OF_THE_ROLLOUT_PROGRAM
-    return _own_keys(OrchestratorConfig, section, others)
-
-
 def with_values(config: Config, values: Mapping[str, object]) -> Config:
     """A validated copy with some keys, by dotted path, set anew."""
     if not values:
@@ -355,5 +356,5 @@ def _with_port(config: Server, free_port: Callable[[str], int]) -> Server:
     return config if server.port else with_values(config, {"server.port": free_port(server.host)})
 
 
-def _own_keys(program: type[Config], section: BaseConfig, others: Mapping[str, bool | set[str]]) -> Config:
+def own_keys(program: type[Config], section: BaseConfig, others: Mapping[str, bool | set[str]]) -> Config:
     return program.model_validate(section.model_dump(exclude=dict(others)))

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from meshrl.core.config import ConfigError
 from meshrl.core.config.sources import TomlFile
-from meshrl.launch.compose import orchestrator_of
+from meshrl.launch.compose import NOT_THE_ORCHESTRATORS, own_keys
 from meshrl.launch.config import RLConfig
 from meshrl.launch.config.shared_keys import COMPONENTS
 from meshrl.orchestrator.config import NewRunConfig, OrchestratorConfig
@@ -31,7 +31,8 @@ def joined(config: RLConfig) -> OrchestratorConfig:
     """Raises ConfigError for a run that cannot be one of a mesh."""
     if not config.orchestrator.run_id:
         raise ConfigError("--mesh adds a run, but run_id is empty; name the run with --run-id")
-    values = orchestrator_of(config.orchestrator).model_dump(exclude={"services"})
+    given = own_keys(OrchestratorConfig, config.orchestrator, NOT_THE_ORCHESTRATORS)
+    values = given.model_dump(exclude={"services"})
     origin = config.origin_of(("output_dir",)) or ""
     if not origin.startswith("--"):  # that of a file is for the run alone
         del values["output_dir"]
