@@ -15,6 +15,7 @@ from meshrl.client.authority import Authority, AuthorityError
 from meshrl.client.credentials import CredentialFiles
 from meshrl.client.trust import Role, TrustFile
 from meshrl.core.config import ConfigError, load_config
+from meshrl.core.config.shared import ServerConfig
 from meshrl.core.credentials.identity import as_member
 from meshrl.core.credentials.secret import read_secret
 from meshrl.core.durable import disk_trouble
@@ -66,7 +67,16 @@ async def serve(config: WeightsConfig, stop: asyncio.Event, tracer: trace.Tracer
         environ=os.environ,
     )  # fmt: skip
     if config.upstream is not None:
-        return await serve_relay(config, config.upstream, stop, tracer)
+        async with WeightSyncClient(config.upstream) as client:
+            relay = Relay(
+                client,
+                LinkLimits(connections=config.connections, mbps=config.max_mbps, stall_s=config.stall_s),
+                spool_dir=config.spool_dir or config.output_dir / "weight_relay",
+                max_chunk_bytes=config.max_chunk_bytes,
+                keep_versions=config.keep_versions,
+            )
+            await serve_relay(relay, config.upstream, config.server, stop, tracer)
+        return 0
     calling: asyncio.Task[None] | None = None
     hub = build_hub(config, tracer)
     registry_of(tracer).register(HubMetrics(hub.coordinator))
@@ -112,31 +122,21 @@ async def serve(config: WeightsConfig, stop: asyncio.Event, tracer: trace.Tracer
     return 1 if hub.failed.done() else 0
 
 
-async def serve_relay(config: WeightsConfig, upstream: str, stop: asyncio.Event, tracer: trace.Tracer) -> int:
-    """As `serve`, for a relay of the hub at `upstream`."""
-    limits = LinkLimits(connections=config.connections, mbps=config.max_mbps, stall_s=config.stall_s)
-    async with WeightSyncClient(upstream) as client:
-        relay = Relay(
-            client,
-            limits,
-            spool_dir=config.spool_dir or config.output_dir / "weight_relay",
-            max_chunk_bytes=config.max_chunk_bytes,
-            keep_versions=config.keep_versions,
-        )
-        server = GrpcServer(config.server, tracer=tracer)
-        server.add(frames.SERVICE, frames.add_weight_sync, RelayService(relay, upstream))
-        try:
-            await relay.start()
-            port = await server.start()
-            server.set_serving()
-            say_ready(tracer)
-            logger.info("weights: relaying the hub at {} at {}:{}", upstream, config.server.host, port)
-            await stop.wait()
-        finally:
-            server.set_not_serving()
-            await relay.stop()
-            await server.drain(DRAIN_GRACE_S)
-    return 0
+async def serve_relay(relay: Relay, upstream: str, at: ServerConfig, stop: asyncio.Event, tracer: trace.Tracer) -> None:
+    """Until `stop` is set. `upstream` is the hub."""
+    server = GrpcServer(at, tracer=tracer)
+    server.add(frames.SERVICE, frames.add_weight_sync, RelayService(relay, upstream))
+    try:
+        await relay.start()
+        port = await server.start()
+        server.set_serving()
+        say_ready(tracer)
+        logger.info("weights: relaying the hub at {} at {}:{}", upstream, at.host, port)
+        await stop.wait()
+    finally:
+        server.set_not_serving()
+        await relay.stop()
+        await server.drain(DRAIN_GRACE_S)
 
 
 def _enrollment(folder: Path, port: int | None) -> EnrollmentServicer | None:
