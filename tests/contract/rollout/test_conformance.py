@@ -26,9 +26,13 @@ from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.validate import check
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-async def test_our_rollout_service_keeps_every_rule(start_mesh, engine, workers):
-    mesh = await start_mesh([engine], env=[{"id": "mesh_echo"}], workers=workers)
+async def test_our_rollout_service_keeps_every_rule(start_mesh, engine):
+    mesh = await start_mesh([engine])
+    assert await verdict(mesh.client.address, "rollout", full=True) == ({}, {})
+
+
+async def test_our_rollout_service_with_workers_keeps_every_rule_by_the_command(start_mesh, engine):
+    mesh = await start_mesh([engine], workers=1)
     command = [sys.executable, "-m", "meshrl.cli.main", "conformance", "--full", "--json"]
     asked = await asyncio.create_subprocess_exec(
         *command, "--address", mesh.client.address, "--service", "rollout",

@@ -1,10 +1,11 @@
-"""A rollout program on its own, also without torch, that is killed: all that its environments started ends with it."""
+"""A rollout program that is killed, also without torch or a known user: all that its environments started ends."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,14 +29,28 @@ main()
 """
 
 
+AS_UNKNOWN_USER = ["unshare", "-U", "--map-user=12345", "--map-group=12345"]
+if shutil.which("unshare") is None or subprocess.run([*AS_UNKNOWN_USER, "true"], capture_output=True).returncode:
+    AS_UNKNOWN_USER = []  # this system makes no user namespaces
+ENTRY = "from meshrl.core.entry import rollout; rollout()"
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="what left its session is found by /proc")
-@pytest.mark.parametrize(("workers", "start"), [(0, ["-c", WITHOUT_TORCH]), (1, ["-m", "meshrl.rollout.main"])])
+@pytest.mark.parametrize(
+    ("workers", "start", "without"),
+    [
+        (0, [sys.executable, "-c", WITHOUT_TORCH], ()),
+        # As in a container that is started with a user id of its own: no home, and no entry in passwd.
+        (1, [*AS_UNKNOWN_USER, sys.executable, "-c", ENTRY], ("HOME", "USER", "LOGNAME")),
+    ],
+    ids=["without torch", "an unknown user"],
+)
 async def test_a_program_that_an_environment_started_ends_with_the_rollout_program(
-    tmp_path, tokenizer_dir, engine, make_group, workers, start
+    tmp_path, tokenizer_dir, engine, make_group, workers, start, without
 ):
     port, console = free_port(), tmp_path / "console.txt"
     command = [
-        sys.executable, *start, "--output-dir", str(tmp_path / "out"), "--tokenizer",
+        *start, "--output-dir", str(tmp_path / "out"), "--tokenizer",
         str(tokenizer_dir), "--renderer.name", "default", "--seq-len", "256", "--workers", str(workers),
         "--client.base-url", f"{engine.url}/v1/", "--env.0.id", "mesh_zoo", "--env.0.name", "keeps",
         "--env.0.args.kind", "keeps", "--env.0.args.seconds", "3600", "--env.1.id", "reverse_text",
@@ -47,8 +62,8 @@ async def test_a_program_that_an_environment_started_ends_with_the_rollout_progr
         program = subprocess.Popen(  # noqa: ASYNC220  # its own pace, as a user's
             command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
             env={
-                **os.environ, "PYTHONPATH": str(TASKSETS), "PYTHONUNBUFFERED": "1", "TMPDIR": str(deep),
-                "XDG_RUNTIME_DIR": short,
+                **{name: value for name, value in os.environ.items() if name not in without},
+                "PYTHONPATH": str(TASKSETS), "PYTHONUNBUFFERED": "1", "TMPDIR": str(deep), "XDG_RUNTIME_DIR": short,
             },
         )  # fmt: skip
         try:
@@ -56,6 +71,9 @@ async def test_a_program_that_an_environment_started_ends_with_the_rollout_progr
                 await client.wait_until_serving(START_S)
                 rollout, _ = await _collect(client, make_group(environment="reverse_text", deadline_s=DEADLINE_S))
                 assert 0.0 <= rollout.reward <= 1.0
+                assert [path.stat().st_mode & 0o777 for path in deep.glob("meshrl-home-*")] == [0o700] * bool(
+                    without and AS_UNKNOWN_USER
+                )
                 playing = asyncio.create_task(_collect(client, make_group(environment="keeps", deadline_s=DEADLINE_S)))
                 started = await until(lambda: _started(tmp_path), DEADLINE_S)
                 assert all(map(_runs, started))

@@ -1,10 +1,6 @@
 """The program from its configuration to its exit: health, drain, and errors that say what to change."""
 
 import asyncio
-import os
-import shutil
-import subprocess
-import sys
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -18,7 +14,6 @@ from meshrl.core.config import ConfigError, load_config
 from meshrl.core.program import READY_FILE
 from meshrl.rollout import main as program
 from meshrl.rollout.config import RolloutConfig
-from meshrl.wire.errors import MeshError
 
 START_S = 120.0
 
@@ -96,42 +91,6 @@ async def test_workers_start_where_no_output_folder_is_named(tmp_path, tokenizer
         runner = await program.build(config, stack, NoOpTracer())
         assert list(runner.environments) == ["mesh_echo"]
     assert list(tmp_path.glob("outputs/logs/envs/*/*/env_worker_1.log"))
-
-
-UNKNOWN_USER = ["unshare", "-U", "--map-user=12345", "--map-group=12345"]
-
-
-def can_be_an_unknown_user() -> bool:
-    return (
-        shutil.which("unshare") is not None
-        and not subprocess.run([*UNKNOWN_USER, "true"], capture_output=True, timeout=60.0).returncode
-    )
-
-
-@pytest.mark.skipif(not can_be_an_unknown_user(), reason="this system makes no user namespaces")
-async def test_it_serves_without_a_home_and_an_entry_in_passwd(tmp_path, tokenizer_dir, engine):
-    """As in a container that is started with a user id of its own."""
-    port, console = free_port(), tmp_path / "console.txt"
-    path = write_config(tmp_path, tokenizer_dir, engine.url, env="reverse_text")
-    path.write_text(path.read_text().replace('args = { words = ["cat"] }', "").replace("workers = 0", "workers = 1"))
-    environ = {name: value for name, value in os.environ.items() if name not in ("HOME", "USER", "LOGNAME")}
-    script = "from meshrl.core.entry import rollout; rollout()"
-    with console.open("wb") as out:
-        process = subprocess.Popen(  # noqa: ASYNC220  # at its own pace, as a user's
-            [*UNKNOWN_USER, sys.executable, "-c", script, "@", str(path), "--server.port", str(port)],
-            stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, env=environ | {"TMPDIR": str(tmp_path)},
-        )  # fmt: skip
-    try:
-        async with program_client(port) as client:
-            await client.wait_until_serving(START_S)
-        process.terminate()
-        assert await asyncio.to_thread(process.wait, 60.0) == 0, console.read_text()
-    except MeshError as error:
-        raise AssertionError(console.read_text()) from error
-    finally:
-        process.kill()
-        process.wait(60.0)
-    assert (tmp_path / "meshrl-home-12345").stat().st_mode & 0o777 == 0o700
 
 
 def program_client(port: int):
