@@ -1,12 +1,16 @@
-"""The algorithms' streams in plain Python: each is a loop over the rollouts of a group, from its paper.
+"""Writes the golden file of the algorithms' streams from plain Python; run it only to add a case.
 
-It shares no code with the package.
+    python tests/golden/recipes/make_golden.py
+
+It shares no code with the package: each algorithm is a loop over the rollouts of a group, from its paper.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import random
+from pathlib import Path
 from typing import Any
 
 Group = list[dict[str, Any]]
@@ -143,24 +147,21 @@ def sft(group: Group) -> dict[str, list[Stream]]:
     }
 
 
-def groups() -> list[Group]:
+def main() -> None:
     rng = random.Random(1)
-    return [
+    groups = [
         group(rng, [""], 4, [1.0, 0.0, 0.0, 0.5]),
         group(rng, ["white", "black"], 3, [1.0, 0.0, 0.25, 0.75, 1.0, 0.5]),
         group(rng, ["proposer", "solver", "solver", "solver"], 3, [0.25, 1.0, 0.0, 0.0, 0.75, 1.0, 1.0, 0.5, 0.0]),
         group(rng, [""], 3, [0.0]),
     ]
+    each = {"grpo": grpo, "max_rl": max_rl, "hierarchical_grpo": hierarchical, "echo": echo, "opd": opd, "opsd": opsd,
+            "sft": sft}  # fmt: skip
+    streams: dict[str, Any] = {name: [of(one) for one in groups] for name, of in each.items()}
+    streams["rae"] = rae(groups)
+    record = {"decay": DECAY, "echo_weight": ECHO_WEIGHT, "room": ROOM, "groups": groups, "streams": streams}
+    (Path(__file__).parent / "streams.json").write_text(json.dumps(record) + "\n")
 
 
-GROUPS = groups()
-STREAMS: dict[str, list[Any]] = {
-    "grpo": list(map(grpo, GROUPS)),
-    "max_rl": list(map(max_rl, GROUPS)),
-    "rae": rae(GROUPS),
-    "hierarchical_grpo": list(map(hierarchical, GROUPS)),
-    "echo": list(map(echo, GROUPS)),
-    "opd": list(map(opd, GROUPS)),
-    "opsd": list(map(opsd, GROUPS)),
-    "sft": list(map(sft, GROUPS)),
-}
+if __name__ == "__main__":
+    main()

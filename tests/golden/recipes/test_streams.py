@@ -1,7 +1,8 @@
-"""What each algorithm makes of a group, beside an independent reference in plain Python."""
+"""What each algorithm makes of a group, beside an independent reference in plain Python (make_golden.py)."""
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,17 +18,17 @@ from meshrl.algorithms.recipes.opsd import SelfDistillation
 from meshrl.algorithms.recipes.rae import RoleBaseline
 from meshrl.algorithms.recipes.sft import Imitation
 from meshrl.wire.types import MessageSpan, Rollout, Sample, VersionSpan
-from plain_streams import DECAY, ECHO_WEIGHT, GROUPS, ROOM, STREAMS
 
+GOLDEN = json.loads((Path(__file__).parent / "streams.json").read_text())
 RECIPES = {
     "grpo": lambda: GRPO(mean_baseline_advantages),
     "max_rl": MaxRL,
-    "rae": lambda: RoleBaseline(DECAY),
+    "rae": lambda: RoleBaseline(GOLDEN["decay"]),
     "hierarchical_grpo": lambda: HierarchicalGRPO(mean_baseline_advantages, episode_agents=["solver"]),
     "opd": lambda: OnPolicyDistillation(weight=1.0),
-    "opsd": lambda: SelfDistillation(weight=1.0, context_tokens=ROOM),
+    "opsd": lambda: SelfDistillation(weight=1.0, context_tokens=GOLDEN["room"]),
     "sft": lambda: Imitation(weight=1.0, min_reward=0.5),
-    "echo": lambda: Echo(mean_baseline_advantages, roles=["tool"], weight=ECHO_WEIGHT),
+    "echo": lambda: Echo(mean_baseline_advantages, roles=["tool"], weight=GOLDEN["echo_weight"]),
 }
 
 
@@ -59,7 +60,7 @@ def sample(each: dict) -> Sample:
 
 
 def scores(recipe: Recipe, group: list[dict]) -> Scores:
-    """What was asked for, as the reference has it."""
+    """What was asked for, as the golden file has it."""
     known = {(one["id"], place): each for one in group for place, each in enumerate(one["samples"])}
     made = {}
     for request in recipe.score_requests(rollouts(group)):
@@ -88,7 +89,7 @@ def assert_equal(found: SampleStreams, expected: dict) -> None:
 @pytest.mark.parametrize("name", sorted(RECIPES))
 def test_streams_are_those_of_the_plain_reference(name: str) -> None:
     recipe: Recipe = RECIPES[name]()
-    for group, expected in zip(GROUPS, STREAMS[name], strict=True):
+    for group, expected in zip(GOLDEN["groups"], GOLDEN["streams"][name], strict=True):
         found = recipe.streams(rollouts(group), scores(recipe, group))
         assert found.keys() == expected.keys()
         for rollout_id, streams in expected.items():
@@ -97,7 +98,7 @@ def test_streams_are_those_of_the_plain_reference(name: str) -> None:
 
 
 def test_a_demonstration_is_the_first_of_the_best_attempts_of_the_same_agent() -> None:
-    for group, expected in zip(GROUPS, STREAMS["opsd"], strict=True):
+    for group, expected in zip(GOLDEN["groups"], GOLDEN["streams"]["opsd"], strict=True):
         asked = RECIPES["opsd"]().score_requests(rollouts(group))
         shown = {(one.rollout_id, one.place): one.token_ids[: one.context].tolist() for one in asked}
         assert shown == {
@@ -109,7 +110,7 @@ def test_a_demonstration_is_the_first_of_the_best_attempts_of_the_same_agent() -
 
 
 def test_scores_are_of_temperature_one() -> None:
-    warm = [replace(rollouts(GROUPS[0])[0])]
+    warm = [replace(rollouts(GOLDEN["groups"][0])[0])]
     warm[0] = replace(warm[0], samples=tuple(replace(each, temperature=0.7) for each in warm[0].samples))
     known = {
         (warm[0].rollout_id, place): TokenScores(logprobs=np.zeros(len(each.token_ids), dtype=np.float32))
@@ -121,7 +122,7 @@ def test_scores_are_of_temperature_one() -> None:
 
 def test_rae_goes_on_from_the_state_that_it_gave() -> None:
     first, second = RECIPES["rae"](), RECIPES["rae"]()
-    groups = [rollouts(group) for group in GROUPS]
+    groups = [rollouts(group) for group in GOLDEN["groups"]]
     first.streams(groups[1], {})
     second.restore(json.loads(json.dumps(first.state())))
     assert set(first.state()) == {"white", "black"}
@@ -132,13 +133,13 @@ def test_rae_goes_on_from_the_state_that_it_gave() -> None:
 
 
 def test_max_rl_refuses_rewards_whose_mean_says_nothing() -> None:
-    group = [dict(one, reward=-1.0) for one in GROUPS[0]]
+    group = [dict(one, reward=-1.0) for one in GOLDEN["groups"][0]]
     with pytest.raises(ValueError, match="max_rl divides by the mean reward, so rewards must be finite and 0 or more"):
         RECIPES["max_rl"]().streams(rollouts(group), {})
 
 
 def test_solvers_without_an_episode_are_an_error() -> None:
-    group = [dict(one, episode="") for one in GROUPS[2]]
+    group = [dict(one, episode="") for one in GOLDEN["groups"][2]]
     with pytest.raises(ValueError, match=r"compares the rollouts of agent 'solver' within an episode.*name none"):
         RECIPES["hierarchical_grpo"]().streams(rollouts(group), {})
 
@@ -151,6 +152,6 @@ def test_echo_learns_what_a_tool_says_without_the_markup_around_it_where_that_is
         MessageSpan(start=8, end=10, role="tool"),
     )
     one = sample({"tokens": list(range(12)), "mask": 10 * [False] + 2 * [True], "spans": []})
-    rollout = replace(rollouts(GROUPS[0])[0], samples=(replace(one, message_spans=spans),))
+    rollout = replace(rollouts(GOLDEN["groups"][0])[0], samples=(replace(one, message_spans=spans),))
     ((streams,),) = RECIPES["echo"]().streams([rollout], {}).values()
     assert (streams.ce_weights > 0).nonzero()[0].tolist() == [3, 4, 8, 9]

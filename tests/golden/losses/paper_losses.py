@@ -1,4 +1,4 @@
-"""The losses and the objective in plain Python floats, loop by loop from the papers.
+"""The losses and the objective in plain Python floats, loop by loop from the papers; the golden files come from here.
 
 It shares no code with the package. A loss takes one sequence: the log-probabilities of its tokens under the trained
 policy (`logp`), under the one that sampled them (`logq`), and the advantages. `fixed` is what the paper's stop-gradient
@@ -9,36 +9,11 @@ out by hand: `jacobian[t][u]` is that of token t's loss by `logp[u]`.
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 Floats = Sequence[float]
-Tokens = list[tuple[float, float, float]]
-"""Log-probability, that of the policy that sampled, and advantage of each token of a sequence."""
-
-
-def columns_of(tokens: Tokens) -> list[list[float]]:
-    return [list(column) for column in zip(*tokens, strict=True)]
-
-
-def near_sequences() -> list[Tokens]:
-    """Sequences a little off policy, with drifts of both signs, an advantage each."""
-    rng = random.Random(1)
-    sequences = []
-    for length, drift, advantage in [
-        (1, 0.0, 1.0),
-        (3, 0.3, 1.0),
-        (5, -0.3, 1.0),
-        (4, 0.3, -0.5),
-        (2, -0.3, -0.5),
-        (6, 0.0, 0.0),
-        (7, 0.01, 2.0),
-    ]:
-        logps = [-rng.expovariate(1.0) for _ in range(length)]
-        sequences.append([(logp, logp - drift + rng.gauss(0.0, 0.05), advantage) for logp in logps])
-    return sequences
 
 
 @dataclass(frozen=True)
