@@ -29,11 +29,11 @@ def test_an_interrupt_of_a_mesh_without_a_run_given_twice_leaves_neither_process
     os.kill(run.pid("trainer"), signal.SIGSTOP)  # as in a step that takes long: it will not tidy up by itself
     for word in ("draining; once more", "leaving at once"):
         run.process.send_signal(signal.SIGINT)
-        deadline = time.monotonic() + 30.0
+        deadline = time.monotonic() + 90.0
         while word not in run.log("rl") and time.monotonic() < deadline:
             time.sleep(0.05)
     assert run.finish() == 128 + signal.SIGINT
-    deadline = time.monotonic() + 30.0
+    deadline = time.monotonic() + 90.0
     while (run.left_running() or in_memory.exists()) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not run.left_running()

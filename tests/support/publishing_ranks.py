@@ -50,7 +50,7 @@ class Ranks:
         port = self.parallel.broadcast(None if self.store is None else str(self.store.port).encode()).decode()
         settings = PublicationSettings(
             transport="nccl", epoch=epoch, adapter_only=False, in_shares=True, folder="", chunk_bytes=4096,
-            bucket_bytes=bucket_bytes, num_threads=1, backend="gloo", deadline_s=10.0,
+            bucket_bytes=bucket_bytes, num_threads=1, backend="gloo", deadline_s=60.0,
             store_address=f"127.0.0.1:{port}",
         )  # fmt: skip
         learner: Any = SimpleNamespace(model=self.model, parallel=self.parallel)

@@ -76,7 +76,7 @@ def configure(
             address=hub,
             chunk_bytes=4096,
             bucket_mib=1 if transport == "nccl" else 256,
-            transfer_deadline_s=5.0,
+            transfer_deadline_s=30.0,
         ),
         output_dir=output_dir,
     )

@@ -12,6 +12,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from local_ports import free_port
 from meshrl.client import ChannelOptions, RolloutClient, TrainerClient
 from meshrl.v1 import trainer_pb2
 from meshrl.wire import convert
@@ -27,7 +28,7 @@ REQUEST = RolloutRequest(
     environment="e",
     task_index=0,
     group_size=1,
-    deadline_s=5.0,
+    deadline_s=60.0,
 )
 SUMMARY = RolloutSummary(finished=0, failed=0, cancelled=0, sampled_tokens=0)
 
@@ -251,7 +252,7 @@ async def test_calls_leave_a_client_and_a_server_span_of_one_trace(make_mesh, an
 
 
 async def test_a_watch_resumes_where_it_stopped_after_the_server_restarts(make_mesh):
-    first = await make_mesh()
+    first = await make_mesh(port=free_port())  # which nobody takes while it is away
     asked = []
 
     def history(*revisions, endless):

@@ -18,7 +18,7 @@ REQUEST = RolloutRequest(
     environment="e",
     task_index=0,
     group_size=1,
-    deadline_s=5.0,
+    deadline_s=60.0,
 )
 SUMMARY = RolloutSummary(finished=0, failed=0, cancelled=0, sampled_tokens=0)
 

@@ -101,12 +101,12 @@ def test_hosts_are_bound_in_one_spelling_and_what_is_none_is_refused(authority: 
         authority.trust.add_token(Role.VIEWER, hosts=["e1.example.org"])
 
 
-async def connects(address: str, credentials: Credentials, *, of_relay: bool = False) -> bool:
+async def connects(address: str, credentials: Credentials, *, of_relay: bool = False, deadline_s: float = 2.0) -> bool:
     """Whether a client of the weight hub takes the server at an address for it, or for a relay."""
     options = ChannelOptions(credentials=credentials)
     async with WeightSyncClient(address, options, of_relay=of_relay) as client:
         try:
-            await client.wait_until_connected(2.0)
+            await client.wait_until_connected(deadline_s)
         except MeshError:
             return False
     return True
@@ -119,7 +119,10 @@ async def test_a_client_of_the_hub_takes_no_member_of_another_role_for_it(author
     async def taken(role: Role) -> tuple[bool, bool]:
         hosts = ["127.0.0.1", "localhost"] if role in SERVING else []
         async with serving(credentials_of(member(authority, role, "poses", hosts))) as address:
-            as_hub, as_relay = await asyncio.gather(connects(address, caller), connects(address, caller, of_relay=True))
+            as_hub, as_relay = await asyncio.gather(
+                connects(address, caller, deadline_s=DEADLINE_S if role is Role.HUB else 2.0),
+                connects(address, caller, of_relay=True, deadline_s=DEADLINE_S if role is Role.RELAY else 2.0),
+            )
             return as_hub, as_relay
 
     found = dict(zip(Role, await asyncio.gather(*map(taken, Role)), strict=True))

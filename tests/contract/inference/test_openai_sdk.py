@@ -51,7 +51,7 @@ async def test_a_streamed_completion_is_the_whole_one(mesh: EngineMesh, sdk: Asy
     asked: dict[str, Any] = {**ASKED, "prompt": "abc", "logprobs": 2}
     whole = (await sdk.completions.create(**asked)).choices[0]
     pieces = [event.choices[0] async for event in await sdk.completions.create(**asked, stream=True)]
-    assert len(pieces) > 10  # it comes while it is made
+    assert len(pieces) > 1  # it comes while it is made, in as many pieces as the server finds time for
     assert "".join(piece.text for piece in pieces) == whole.text
     expected, parts = whole.logprobs, [piece.logprobs for piece in pieces if piece.logprobs is not None]
     assert expected is not None

@@ -55,7 +55,8 @@ class Programs:
 
     def pid(self, name: str) -> int | None:
         path = self.folder / name
-        return int(path.read_text()) if path.exists() and path.read_text() else None
+        text = path.read_text() if path.exists() else ""  # empty for a moment, as one starts
+        return int(text) if text else None
 
     def kill(self, name: str) -> int:
         """Kills one that runs, which has written its pid; returns that."""
@@ -111,7 +112,7 @@ def messages() -> list[str]:
 async def supervise(
     programs: Programs, stop: asyncio.Event | None = None, show: Callable[[str], object] = str, **grace: float
 ) -> int:
-    supervisor = Supervisor(programs.listed, grace=Grace(**{"shutdown_s": 5.0, "failure_s": 1.0, **grace}), show=show)
+    supervisor = Supervisor(programs.listed, grace=Grace(**{"shutdown_s": 30.0, "failure_s": 1.0, **grace}), show=show)
     async with asyncio.timeout(DEADLINE_S):
         return await supervisor.run(stop or asyncio.Event())
 

@@ -20,19 +20,22 @@ from meshrl.versions.transports.broadcast import BroadcastShare, BroadcastTransp
 from meshrl.versions.transports.rank_calls import RankCalls
 from served_engine import ServedEngine
 
-DEADLINE_S = 2.0
+DEADLINE_S = 30.0
+SHORT_S = 2.0  # where an engine takes part that never moves
 
 
 class Trainer:
     """A model, its snapshotter and the publisher, as rank 0 of a trainer of one process has them."""
 
-    def __init__(self, model: str, client: WeightSyncClient, epoch: int, **more: Any) -> None:
+    def __init__(
+        self, model: str, client: WeightSyncClient, epoch: int, deadline_s: float = DEADLINE_S, **more: Any
+    ) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(model)
         self.store = open_store("127.0.0.1", deadline_s=30.0)
         address = f"127.0.0.1:{self.store.port}"
         settings = PublicationSettings(
             transport="nccl", epoch=epoch, adapter_only=False, in_shares=True, folder="", chunk_bytes=4096,
-            bucket_bytes=2048, num_threads=1, backend="gloo", deadline_s=DEADLINE_S, store_address=address,
+            bucket_bytes=2048, num_threads=1, backend="gloo", deadline_s=deadline_s, store_address=address,
         )  # fmt: skip
         self.snapshotter = Snapshotter(self.model, torch.float32, RankGroup(), settings)
         share = self.snapshotter.share

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import polling
-from broadcasting_trainer import DEADLINE_S, Trainer, trainer
+from broadcasting_trainer import DEADLINE_S, SHORT_S, Trainer, trainer
 from meshrl.client import WeightSyncClient
 from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.models.state import hf_state
@@ -116,7 +116,7 @@ async def test_engine_killed_in_the_middle_of_a_delta_tears_no_other(model: str,
     async with (
         serving_engine(model, hub, "good") as good,
         serving_engine(model, hub, "dies", Deaf) as dies,
-        trainer(model, hub, anchor_every=64) as training,
+        trainer(model, hub, anchor_every=64, deadline_s=SHORT_S) as training,
     ):
         assert await step(training, hub, 0, good, dies) is FULL
         before = {name: tensor.clone() for name, tensor in hf_state(dies.model).items()}

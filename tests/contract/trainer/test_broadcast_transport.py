@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import polling
-from broadcasting_trainer import DEADLINE_S, trainer
+from broadcasting_trainer import DEADLINE_S, SHORT_S, trainer
 from meshrl.client import WeightSyncClient
 from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.models.state import hf_state
@@ -112,7 +112,7 @@ async def test_versions_go_on_while_an_engine_stays_stuck(model: str, hub: str) 
     async with (
         serving_engine(model, hub, "good") as good,
         serving_engine(model, hub, "stuck", Frozen),
-        trainer(model, hub) as training,
+        trainer(model, hub, deadline_s=SHORT_S) as training,
     ):
         await training.publish(0)
         await activate(hub, 0, min_ready=1)
@@ -128,7 +128,7 @@ async def test_engine_that_does_not_come_to_the_group_is_left_out(model: str, hu
     async with (
         serving_engine(model, hub, "good") as good,
         serving_engine(model, hub, "away", Absent) as away,
-        trainer(model, hub) as training,
+        trainer(model, hub, deadline_s=SHORT_S) as training,
     ):
         await training.publish(0)
         await away.kill()
@@ -141,7 +141,7 @@ async def test_engine_killed_while_it_receives_does_not_stop_the_trainer(model: 
     async with (
         serving_engine(model, hub, "good") as good,
         serving_engine(model, hub, "dies", Frozen) as dies,
-        trainer(model, hub) as training,
+        trainer(model, hub, deadline_s=SHORT_S) as training,
     ):
         publishing = asyncio.create_task(training.publish(0))
         await polling.until(lambda: dies.engine.is_receiving)
@@ -262,7 +262,7 @@ async def test_copy_under_way_over_several_ranks_ends_when_the_next_version_come
 
     monkeypatch.setattr(Receiver, "_assemble", slowly)
     async with WeightSyncClient(hub) as client:
-        ranks = TwoRanks(weights, client, run_id="main", bucket_bytes=2**22, deadline_s=DEADLINE_S)
+        ranks = TwoRanks(weights, client, run_id="main", bucket_bytes=2**22, deadline_s=SHORT_S)
         await ranks.publish(0, weights)
         assert ranks.transport._made is not None
         assert ranks.transport._late is not None

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.core import clock
 from meshrl.versions.transports import filesystem
 from meshrl.wire.types import Transport
 from weight_mesh import MemoryEngine, Mesh, make_state
@@ -17,12 +16,6 @@ from weight_mesh import MemoryEngine, Mesh, make_state
 def several_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Versions come in several files, as large ones do."""
     monkeypatch.setattr(filesystem, "FILE_BYTES", 4096)
-
-
-@pytest.fixture(autouse=True)
-def short_stops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine may keep the hub and its agents, all in this process, from running for as long as a lease."""
-    monkeypatch.setattr(clock, "STOPPED_S", 0.4)
 
 
 @pytest.fixture

@@ -21,14 +21,9 @@ from meshrl_conformance import weights
 from weight_mesh import MemoryEngine, Mesh, make_state
 
 
-@pytest.fixture
-async def mesh(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> Mesh:
-    """Its engine keeps the lease also while the machine stands still for some seconds."""
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "QUIET_S", 0.2)
-    await mesh.kill_hub()
-    mesh.settings |= {"lease_s": 30.0, "commit_deadline_s": 30.0}
-    await mesh.start_hub()
-    return mesh
 
 
 async def test_our_hub_keeps_every_rule_of_publishing(mesh: Mesh) -> None:

@@ -139,9 +139,9 @@ class Trainer:
         self.senders = GroupSenders(num_senders=2)
         opened = await self._client.open_group(
             run_id="run", epoch=self.epoch, store_address=self.senders.address, backend="gloo", num_senders=2,
-            deadline_s=5.0,
+            deadline_s=30.0,
         )  # fmt: skip
-        await self.senders.meet(opened.generation, num_receivers=len(opened.members))
+        await self.senders.meet(opened.generation, num_receivers=len(opened.members), deadline_s=30.0)
 
         def all_in() -> bool:
             known = self.mesh.hub.coordinator.pool.engines

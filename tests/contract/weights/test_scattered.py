@@ -18,7 +18,7 @@ from weight_mesh import MemoryEngine, Mesh
 
 CPU = torch.device("cpu")
 RANKS = 2
-DEADLINE_S = 5.0
+DEADLINE_S = 30.0
 
 
 class Divided(MemoryEngine):
@@ -80,8 +80,8 @@ class Divided(MemoryEngine):
 
 
 @asynccontextmanager
-async def two_ranks(mesh: Mesh) -> AsyncIterator[TwoRanks]:
-    made = TwoRanks(state_of(0), mesh.client(), run_id="run", bucket_bytes=100, deadline_s=DEADLINE_S)
+async def two_ranks(mesh: Mesh, deadline_s: float = DEADLINE_S) -> AsyncIterator[TwoRanks]:
+    made = TwoRanks(state_of(0), mesh.client(), run_id="run", bucket_bytes=100, deadline_s=deadline_s)
     yield made
     await made.close()
 
@@ -134,7 +134,7 @@ async def test_after_a_scattered_version_that_broke_off_the_next_is_broadcast(me
     engine = Divided()
     mesh.start_agent("divided", engine)
     await mesh.until_registered()
-    async with two_ranks(mesh) as trainer:
+    async with two_ranks(mesh, deadline_s=2.0) as trainer:
         for version in range(2):
             await trainer.publish(version, state_of(version))
             await mesh.activate(version)

@@ -165,7 +165,7 @@ class Mesh:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.settings: dict[str, object] = {"lease_s": 1.0, "commit_deadline_s": 3.0}
+        self.settings: dict[str, object] = {"lease_s": 6.0, "commit_deadline_s": 30.0}
         self.port = free_port()
         self.credentials: Credentials | None = None
         self.hub: Hub
@@ -234,10 +234,13 @@ class Mesh:
         return agent
 
     async def kill_agent(self, engine_id: str) -> None:
-        """Cuts an agent off in the middle of whatever it does."""
+        """Cuts an agent off in the middle of whatever it does, and has its lease be over."""
         task, _ = self._agents.pop(engine_id)
         task.cancel()
         await asyncio.wait({task})
+        lost = self.hub.coordinator.pool.engines[engine_id]
+        await until(lambda: not lost.connected)  # nothing of it is on its way any more
+        lost.seen_s -= self.hub.coordinator.pool.lease_s
 
     async def until(self, holds: Callable[[], bool], deadline_s: float = 60.0) -> None:
         await until(holds, deadline_s)
