@@ -116,7 +116,7 @@ def test_a_wrong_command_line_is_one_line_that_says_where_help_is(arguments: tup
 
 @pytest.mark.parametrize(
     "arguments",
-    [("weights", "engines"), ("weights", "list"), ("envs",), ("call", "weights", "ListEngines")],
+    [("weights", "engines"), ("weights", "list"), ("call", "weights", "ListEngines")],
 )
 def test_a_service_that_does_not_answer_is_one_line_with_a_remedy(
     arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
@@ -517,13 +517,13 @@ def test_the_doctor_names_programs_that_were_killed_with_their_rl(tmp_path: Path
         if finding["what"] == "run"
     ]
     assert run["state"] == "warn"
-    assert "it ended by: trainer is gone: process 4194305 ended 60 s ago without saying so" in run["found"]
+    assert re.search(r"it ended by: trainer is gone: process 4194305 ended 6\d s ago without saying so", run["found"])
 
 
 def test_the_doctor_names_why_a_program_does_not_answer(tmp_path: Path) -> None:
     (tmp_path / "state").mkdir()
     stuck = ProgramState(
-        program="trainer", host=socket.gethostname(), pid=os.getpid(), at_s=time.time(), stuck_s=8.0,
+        program="trainer", host=socket.gethostname(), pid=os.getpid(), at_s=time.time() + 60.0, stuck_s=8.0,
         serves=("127.0.0.1:1",),
     )  # fmt: skip
     (tmp_path / "state/trainer.json").write_text(stuck.to_json())

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import zstandard
 from google.protobuf import json_format
-from loguru import logger
 from opentelemetry import trace
 from opentelemetry.sdk.environment_variables import OTEL_EXPORTER_OTLP_TIMEOUT
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
@@ -93,9 +92,7 @@ def test_the_text_of_a_span_is_its_identity(traced):
     assert text == f"00-{written['traceId']}-{written['spanId']}-{span.get_span_context().trace_flags:02x}"
 
 
-def test_the_latest_spans_are_kept_within_a_bound_over_restarts_too_and_what_goes_is_said(tmp_path):
-    said = []
-    sink = logger.add(said.append, level="INFO", format="{message}")
+def test_the_latest_spans_are_kept_within_a_bound_over_restarts_too_and_what_goes_is_said(tmp_path, said):
     path, most = tmp_path / "rollout.jsonl.zst", 20_000
     for process in range(3):
         provider = build_provider("rollout", [JsonLinesSpanExporter(path, most)])
@@ -105,7 +102,6 @@ def test_the_latest_spans_are_kept_within_a_bound_over_restarts_too_and_what_goe
             provider.force_flush()  # a line a span
             assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= most
         provider.shutdown()
-    logger.remove(sink)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["rollout.1.jsonl.zst", "rollout.jsonl.zst"]
     lines = read_lines(tmp_path / "rollout.1.jsonl.zst")[0] + read_lines(path)[0]
     names = [json.loads(line)["resourceSpans"][0]["scopeSpans"][0]["spans"][0]["name"] for line in lines]
@@ -126,20 +122,15 @@ def test_a_line_longer_than_the_bound_is_written_whole(tmp_path):
     assert b'"second"' in read_lines(tmp_path / "trainer.1.jsonl.zst")[0][0]
 
 
-def test_a_disk_that_fails_loses_spans_and_not_the_program(tmp_path):
+def test_a_disk_that_fails_loses_spans_and_not_the_program(tmp_path, warned):
     (tmp_path / "file").write_text("")
-    warnings = []
-    sink = logger.add(lambda line: warnings.append(str(line)), level="WARNING")
     exporter = JsonLinesSpanExporter(tmp_path / "file" / "x.jsonl.zst")
     assert exporter.export([]) is SpanExportResult.FAILURE
-    logger.remove(sink)
-    assert "could not be written" in warnings[0]
+    assert "could not be written" in warned[0]
     exporter.shutdown()
 
 
-def test_a_full_disk_is_said_once_and_spans_are_written_again_when_there_is_room(tmp_path):
-    warnings = []
-    sink = logger.add(lambda line: warnings.append(str(line)), level="WARNING")
+def test_a_full_disk_is_said_once_and_spans_are_written_again_when_there_is_room(tmp_path, warned):
     with mounted(tmp_path / "disk", mebibytes=1) as disk:
         exporter = JsonLinesSpanExporter(disk / "x.jsonl.zst")
         filler = fill(disk)
@@ -147,8 +138,7 @@ def test_a_full_disk_is_said_once_and_spans_are_written_again_when_there_is_room
         filler.unlink()
         assert exporter.export([]) is SpanExportResult.SUCCESS
         exporter.shutdown()
-    logger.remove(sink)
-    (said,) = warnings
+    (said,) = warned
     assert "could not be written" in said
     assert "(No space left on device); free some space there" in said
 
@@ -195,7 +185,6 @@ def collector(kind: str) -> Iterator[str]:
 PROGRAM = """
 import sys, time
 from pathlib import Path
-from loguru import logger
 from meshrl.core.telemetry.logs import setup_logging
 from meshrl.core.telemetry import tracing as module
 from meshrl.core.telemetry.tracing import TRAIN_SPAN, setup_tracing

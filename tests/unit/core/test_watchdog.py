@@ -133,7 +133,7 @@ async def test_trouble_is_said_once_and_so_is_its_end_but_not_that_of_a_run_befo
     (tmp_path / "state").mkdir()
 
     def write(program: str, **more) -> None:
-        state = replace(saying(program), **{"at_s": time.time() + 1.0, **more})
+        state = replace(saying(program), **{"at_s": time.time() + 60.0, **more})
         part = tmp_path / "state" / f"{program}.part"
         part.write_text(state.to_json())
         part.replace(tmp_path / "state" / f"{program}.json")

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from loguru import logger
 
 from ledger_audit import audit
 from meshrl.core.paths import Layout
@@ -181,16 +180,13 @@ def test_totals_come_from_the_checkpoint_where_the_record_is_damaged_or_end_with
     journal.close()
 
 
-def test_a_checkpoint_of_an_earlier_run_in_the_folder_is_named(folder: Path) -> None:
+def test_a_checkpoint_of_an_earlier_run_in_the_folder_is_named(folder: Path, said: list[str]) -> None:
     with closing(sqlite3.connect(folder / "ledger.sqlite")) as connection:
         (text,) = connection.execute("SELECT record FROM steps WHERE step = 1").fetchone()
-    said: list[str] = []
-    handler = logger.add(said.append, format="{message}")
     for tokens in (15, 99):
         totals = RunTotals(tokens=tokens, samples=3, problems=1)
         write_state(Layout(folder), replace(StepRecord.from_json(text), progress=totals))
         reopened(folder, 1).close()
-    logger.remove(handler)
     named = [line for line in said if "is not of this run" in line]
     assert len(named) == 1
     assert "which has 15 tokens by then, where the checkpoint has 99" in named[0]
