@@ -78,17 +78,17 @@ def test_fillers_have_no_weights() -> None:
     assert not filler.loss_mask.any()
 
 
-def test_weights_that_do_not_fit_their_sample_are_refused() -> None:
-    with pytest.raises(ValueError, match="3 token ids and 2 ce_weights"):
-        pack_samples([sample(3, ce_weights=weights(0, 1))], seq_len=8)
+UNEVEN = TrainSample(token_ids=np.zeros(3, np.int32), loss_mask=np.ones(2, np.bool_), logprobs=np.zeros(3, np.float32))
 
 
-def test_arrays_of_different_length_are_refused() -> None:
-    bad = TrainSample(token_ids=np.zeros(3, np.int32), loss_mask=np.ones(2, np.bool_), logprobs=np.zeros(3, np.float32))
-    with pytest.raises(ValueError, match="3 token ids, 2 mask values"):
-        pack_samples([bad], seq_len=8)
-
-
-def test_nothing_to_train_on_is_refused() -> None:
-    with pytest.raises(ValueError, match="none of the 1 samples"):
-        pack_samples([sample(3, loss_from=3)], seq_len=8)
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (sample(3, ce_weights=weights(0, 1)), "3 token ids and 2 ce_weights"),
+        (UNEVEN, "3 token ids, 2 mask values"),
+        (sample(3, loss_from=3), "none of the 1 samples"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(given: TrainSample, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        pack_samples([given], seq_len=8)

@@ -72,11 +72,6 @@ def test_ranks_on_two_machines_are_not_on_one_host() -> None:
     assert (plan.local_rank, plan.on_one_host, plan.leads) == (1, False, False)
 
 
-def test_replicas_must_divide_the_ranks() -> None:
-    with pytest.raises(ValueError, match=r"model\.dp_replicate must divide the number of ranks \(4\), got 3"):
-        ParallelPlan.from_environment(torchrun(0, 4), dp_replicate=3)
-
-
 def test_ranks_divide_experts_before_fsdp_shards_them() -> None:
     divided = plans(8, ep=4)
     assert divided[0].experts_shape == {"efsdp": 2, "ep": 4}
@@ -89,6 +84,7 @@ def test_ranks_divide_experts_before_fsdp_shards_them() -> None:
     ("ranks", "sizes", "told"),
     [
         (1, {"cp": 2}, r"model\.cp must divide the number of ranks \(1\), got 2; .* change deployment\.num_train_gpus"),
+        (4, {"dp_replicate": 3}, r"model\.dp_replicate must divide the number of ranks \(4\), got 3"),
         (6, {"cp": 4}, r"model\.cp must divide the number of ranks \(6\), got 4"),
         (4, {"cp": 2, "tp": 4}, r"model\.tp must divide .* \(4, divided by 2 already for model\.cp\), got 4"),
         (4, {"ep": 3}, r"model\.ep must divide the ranks that hold a copy of the model \(4\), got 3"),
@@ -96,7 +92,7 @@ def test_ranks_divide_experts_before_fsdp_shards_them() -> None:
         (4, {"dp_replicate": 2, "cp": 4}, r"ranks \(4, divided by 2 already for model\.dp_replicate\), got 4"),
     ],
 )
-def test_ranks_that_share_rows_must_divide_the_ranks(ranks: int, sizes: dict[str, int], told: str) -> None:
+def test_replicas_and_ranks_that_share_must_divide_the_ranks(ranks: int, sizes: dict[str, int], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         ParallelPlan.from_environment(torchrun(0, ranks), **sizes)
 

@@ -102,71 +102,6 @@ def test_the_digest_tells_which_weights_are_set_and_what_they_are():
     assert len({convert.batch_digest(make_batch(make_micro_batch(**row))) for row in rows}) == len(rows)
 
 
-@pytest.mark.parametrize(
-    ("changes", "violation"),
-    [
-        ({"ce_weights": np.zeros(4, np.float32)}, ("ce_weights", "must have 5 elements like token_ids, got 4")),
-        ({"rl_weights": np.full(5, np.inf, np.float32)}, ("rl_weights", "must be finite")),
-        ({"ref_logprobs": np.full(5, np.nan, np.float32)}, ("ref_logprobs", "must be finite")),
-        (
-            {"ce_weights": np.ones(5, np.float32)},
-            ("ce_weights", "must be 0 at the first token of a sample, which nothing predicts"),
-        ),
-        (
-            {"ref_logprobs": None},
-            ("ref_logprobs", "must be set: ref_kl_weights and ref_logprobs come together or not at all"),
-        ),
-        (
-            {"ref_kl_weights": None},
-            ("ref_kl_weights", "must be set: ref_kl_weights and ref_logprobs come together or not at all"),
-        ),
-    ],
-)
-def test_weights_that_make_no_sense_are_named(changes, violation):
-    error = refusal(convert.batch_to_messages(make_batch(make_micro_batch(**WEIGHTED | changes))))
-    assert error.reason is Reason.INVALID_REQUEST
-    assert [(v.field.removeprefix("micro_batches[0]."), v.description) for v in error.violations] == [violation]
-
-
-CANDIDATES = WEIGHTED | {
-    "ref_top_ids": np.array([[-1, -1], [7, 3], [-1, -1], [-1, -1], [3, -1]], dtype=np.int32),
-    "ref_top_logprobs": np.array([[0, 0], [-0.5, -1.5], [0, 0], [0, 0], [-2, 0]], dtype=np.float32),
-}
-
-
-@pytest.mark.parametrize(
-    ("changes", "violation"),
-    [
-        (
-            {"ref_top_ids": None},
-            ("ref_top_ids", "must be set: candidates are those of ref_kl tokens, each with its logprob"),
-        ),
-        (
-            {"ref_kl_weights": None, "ref_logprobs": None},
-            ("ref_kl_weights", "must be set: candidates are those of ref_kl tokens, each with its logprob"),
-        ),
-        (
-            {"ref_top_logprobs": np.zeros((5, 3), np.float32)},
-            ("ref_top_logprobs", "must have a column for each of ref_top_ids, got (5, 3)"),
-        ),
-        ({"ref_top_ids": np.full((5, 2), -2, np.int32)}, ("ref_top_ids", "must be token ids, or -1 for none")),
-        ({"ref_top_logprobs": np.full((5, 2), np.nan, np.float32)}, ("ref_top_logprobs", "must be finite")),
-        ({"ref_top_ids": np.zeros((4, 2), np.int32)}, ("ref_top_ids", "must have 5 elements like token_ids, got 4")),
-    ],
-)
-def test_candidates_that_make_no_sense_are_named(changes, violation):
-    error = refusal(convert.batch_to_messages(make_batch(make_micro_batch(**CANDIDATES | changes))))
-    assert [(v.field.removeprefix("micro_batches[0]."), v.description) for v in error.violations] == [violation]
-
-
-def test_weights_of_another_type_are_named():
-    message = convert.micro_batch_to_proto(make_micro_batch(**WEIGHTED))
-    message.ce_weights.CopyFrom(message.loss_mask)
-    with pytest.raises(MeshError) as refused:
-        convert.micro_batch_from_proto(message)
-    assert [v.field for v in refused.value.violations] == ["micro_batch.ce_weights.dtype"]
-
-
 def test_a_batch_may_have_no_sampled_token_when_another_term_has_one():
     unsampled = {"loss_mask": np.zeros(5, dtype=np.bool_)}
     arrived = upload(convert.batch_to_messages(make_batch(make_micro_batch(**unsampled, **WEIGHTED))))
@@ -210,12 +145,15 @@ def test_every_wrong_tensor_of_a_micro_batch_is_named():
 
 
 def test_wrong_element_types_are_named_together():
-    message = convert.micro_batch_to_proto(make_micro_batch())
+    message = convert.micro_batch_to_proto(make_micro_batch(**WEIGHTED))
     message.token_ids.CopyFrom(message.sample_offsets)
     message.loss_mask.Clear()
+    message.ce_weights.CopyFrom(message.sample_offsets)
     with pytest.raises(MeshError) as refused:
         convert.micro_batch_from_proto(message)
-    assert [v.field for v in refused.value.violations] == ["micro_batch.token_ids.dtype", "micro_batch.loss_mask.dtype"]
+    assert [v.field.removeprefix("micro_batch.") for v in refused.value.violations] == [
+        "token_ids.dtype", "loss_mask.dtype", "ce_weights.dtype",
+    ]  # fmt: skip
 
 
 def test_a_bad_header_names_every_field():
@@ -244,26 +182,67 @@ def test_shared_prefixes_arrive_as_they_were_sent_and_count_in_the_digest():
     assert len({convert.batch_digest(make_batch(one)) for one in (row, other, make_micro_batch())}) == 3
 
 
-@pytest.mark.parametrize(
-    ("tokens", "samples", "violation"),
-    [
-        ([0], [0, 0], ("prefix_tokens", "must have 2 elements like samples, got 1")),
-        ([0, -1], [0, 0], ("prefix_tokens", "must not be negative")),
-        ([0, 2], [0, 2], ("prefix_samples", "must point to one of the row's 2 samples")),
-        ([0, 2], [0, 1], ("prefix_samples", "must point to a sample that has no prefix of its own")),
-        ([1, 2], [1, 0], ("prefix_samples", "must point to a sample that has no prefix of its own")),
-        ([0, 9], [0, 0], ("prefix_tokens", "must not be more tokens than the other sample has")),
-        (
-            [0, 2],
-            None,
-            ("prefix_samples", "must be set: prefix_tokens and prefix_samples come together or not at all"),
-        ),
-    ],
-)
-def test_prefixes_that_no_sample_has_are_named(tokens, samples, violation):
-    arrays = {
+CANDIDATES = WEIGHTED | {
+    "ref_top_ids": np.array([[-1, -1], [7, 3], [-1, -1], [-1, -1], [3, -1]], dtype=np.int32),
+    "ref_top_logprobs": np.array([[0, 0], [-0.5, -1.5], [0, 0], [0, 0], [-2, 0]], dtype=np.float32),
+}
+REFERENCE_TOGETHER = "must be set: ref_kl_weights and ref_logprobs come together or not at all"
+CANDIDATES_TOGETHER = "must be set: candidates are those of ref_kl tokens, each with its logprob"
+PREFIXES_TOGETHER = "must be set: prefix_tokens and prefix_samples come together or not at all"
+
+
+def prefixes(tokens, samples):
+    return {
         "prefix_tokens": np.array(tokens, dtype=np.int32),
         "prefix_samples": None if samples is None else np.array(samples, dtype=np.int32),
     }
-    error = refusal(convert.batch_to_messages(make_batch(make_micro_batch(**arrays))))
-    assert [(v.field.removeprefix("micro_batches[0]."), v.description) for v in error.violations] == [violation]
+
+
+@pytest.mark.parametrize(
+    ("fields", "name", "description"),
+    [
+        (
+            WEIGHTED | {"ce_weights": np.zeros(4, np.float32)},
+            "ce_weights",
+            "must have 5 elements like token_ids, got 4",
+        ),
+        (WEIGHTED | {"rl_weights": np.full(5, np.inf, np.float32)}, "rl_weights", "must be finite"),
+        (WEIGHTED | {"ref_logprobs": np.full(5, np.nan, np.float32)}, "ref_logprobs", "must be finite"),
+        (
+            WEIGHTED | {"ce_weights": np.ones(5, np.float32)},
+            "ce_weights",
+            "must be 0 at the first token of a sample, which nothing predicts",
+        ),
+        (WEIGHTED | {"ref_logprobs": None}, "ref_logprobs", REFERENCE_TOGETHER),
+        (WEIGHTED | {"ref_kl_weights": None}, "ref_kl_weights", REFERENCE_TOGETHER),
+        (CANDIDATES | {"ref_top_ids": None}, "ref_top_ids", CANDIDATES_TOGETHER),
+        (CANDIDATES | {"ref_kl_weights": None, "ref_logprobs": None}, "ref_kl_weights", CANDIDATES_TOGETHER),
+        (
+            CANDIDATES | {"ref_top_logprobs": np.zeros((5, 3), np.float32)},
+            "ref_top_logprobs",
+            "must have a column for each of ref_top_ids, got (5, 3)",
+        ),
+        (
+            CANDIDATES | {"ref_top_ids": np.full((5, 2), -2, np.int32)},
+            "ref_top_ids",
+            "must be token ids, or -1 for none",
+        ),
+        (CANDIDATES | {"ref_top_logprobs": np.full((5, 2), np.nan, np.float32)}, "ref_top_logprobs", "must be finite"),
+        (
+            CANDIDATES | {"ref_top_ids": np.zeros((4, 2), np.int32)},
+            "ref_top_ids",
+            "must have 5 elements like token_ids, got 4",
+        ),
+        (prefixes([0], [0, 0]), "prefix_tokens", "must have 2 elements like samples, got 1"),
+        (prefixes([0, -1], [0, 0]), "prefix_tokens", "must not be negative"),
+        (prefixes([0, 2], [0, 2]), "prefix_samples", "must point to one of the row's 2 samples"),
+        (prefixes([0, 2], [0, 1]), "prefix_samples", "must point to a sample that has no prefix of its own"),
+        (prefixes([1, 2], [1, 0]), "prefix_samples", "must point to a sample that has no prefix of its own"),
+        (prefixes([0, 9], [0, 0]), "prefix_tokens", "must not be more tokens than the other sample has"),
+        (prefixes([0, 2], None), "prefix_samples", PREFIXES_TOGETHER),
+    ],
+)
+def test_weights_candidates_and_prefixes_that_make_no_sense_are_named(fields, name, description):
+    error = refusal(convert.batch_to_messages(make_batch(make_micro_batch(**fields))))
+    assert error.reason is Reason.INVALID_REQUEST
+    assert [(v.field, v.description) for v in error.violations] == [(f"micro_batches[0].{name}", description)]

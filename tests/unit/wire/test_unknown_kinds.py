@@ -17,15 +17,9 @@ from meshrl.wire.types import (
 )
 
 
-def test_an_unknown_rollout_event_is_none():
+def test_unknown_events_and_commands_are_none():
     assert convert.rollout_event_from_proto(rollout_pb2.RunRolloutsResponse()) is None
-
-
-def test_an_unknown_step_state_is_none():
     assert convert.step_event_from_proto(trainer_pb2.WatchStepsResponse(revision=1, state=99)) is None
-
-
-def test_an_unknown_command_is_none():
     assert convert.agent_command_from_proto(weights_pb2.SessionResponse()) is None
 
 
