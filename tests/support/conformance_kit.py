@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from typing import Any
-
 from meshrl.client.credentials import INSECURE, Credentials
-from meshrl.core.config.shared import ServerConfig
-from meshrl.core.rpc.serve import GrpcServer
 from meshrl_conformance.command import examine_server
 
 DEADLINE_S = 60.0
@@ -21,16 +15,3 @@ async def verdict(
     results = await examine_server(address, service, full=full, deadline_s=DEADLINE_S, credentials=credentials)
     broken = {one.rule: one.found for one in results if one.result == "breaks"}
     return broken, {one.rule: one.found for one in results if one.result == "not checked"}
-
-
-@asynccontextmanager
-async def served(service: str, add: Callable[[Any, Any], None], servicer: Any, **options: Any) -> AsyncIterator[str]:
-    """The address of a server with this servicer; `options` as of GrpcServer."""
-    server = GrpcServer(ServerConfig(port=0), **options)
-    server.add(service, add, servicer)
-    address = f"127.0.0.1:{await server.start()}"
-    server.set_serving()
-    try:
-        yield address
-    finally:
-        await server.drain(0.0)

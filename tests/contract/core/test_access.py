@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 
 from access_matrix import DEADLINE_S, Matrix, serving
+from grpc_servers import served
 from meshrl.client import ChannelOptions, TrainerClient, WeightSyncClient
 from meshrl.client.credentials import INSECURE, CredentialFiles, TokenCredentials, credentials_of
 from meshrl.client.trust import Role, TrustFile
-from meshrl.core.config.shared import ServerConfig
 from meshrl.core.rpc.guard import FRESH_S, UNKNOWN_FRESH_S, Caller, Guard
 from meshrl.core.rpc.roles import ROLES_OF
-from meshrl.core.rpc.serve import GrpcServer
 from meshrl.v1 import trainer_pb2, trainer_pb2_grpc
 from meshrl.wire.errors import MeshError, Reason
 
@@ -111,14 +110,8 @@ class ThreeRuns(trainer_pb2_grpc.TrainerServiceServicer):
 async def test_a_tenant_lists_its_own_runs_and_an_operator_all(trust: TrustFile) -> None:
     tokens = {trust.add_token(Role.TENANT, runs=["team-a-*"]): ["team-a-1"]}
     tokens[trust.add_token(Role.OPERATOR)] = ["main", "team-a-1", "team-b-1"]
-    server = GrpcServer(
-        ServerConfig(host="127.0.0.1", port=0), credentials=credentials_of(CredentialFiles(trust=trust.path))
-    )
-    server.add("meshrl.v1.TrainerService", trainer_pb2_grpc.add_TrainerServiceServicer_to_server, ThreeRuns())
-    address = f"127.0.0.1:{await server.start()}"
-    try:
+    adder, checked = trainer_pb2_grpc.add_TrainerServiceServicer_to_server, CredentialFiles(trust=trust.path)
+    async with served("meshrl.v1.TrainerService", adder, ThreeRuns(), credentials=credentials_of(checked)) as address:
         for token, seen in tokens.items():
             async with TrainerClient(address, ChannelOptions(credentials=TokenCredentials(token))) as client:
                 assert [run.run_id for run in await client.list_runs()] == seen
-    finally:
-        await server.drain(0.0)

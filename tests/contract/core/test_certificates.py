@@ -19,6 +19,7 @@ from cryptography import x509
 
 from access_matrix import DEADLINE_S, Matrix, member, serving
 from grpc_fuzz import CallGenerator, Outcomes, call, methods_of
+from grpc_servers import served
 from meshrl.client import ChannelOptions, TrainerClient
 from meshrl.client.authority import Authority, renew_in_s, request_for, save_certificate
 from meshrl.client.credentials import (
@@ -33,10 +34,9 @@ from meshrl.client.enrollment import join, renew, revoked_members
 from meshrl.client.trust import Role, TrustFile
 from meshrl.core.config import ConfigError
 from meshrl.core.config.schema import SECTION
-from meshrl.core.config.shared import ServerConfig, TlsConfig
+from meshrl.core.config.shared import TlsConfig
 from meshrl.core.credentials.identity import as_member, identify, kept_valid
 from meshrl.core.rpc.roles import ROLES_OF
-from meshrl.core.rpc.serve import GrpcServer
 from meshrl.core.telemetry.tracing import Tracing, setup_tracing
 from meshrl.inference.config import InferenceConfig
 from meshrl.v1 import trainer_pb2, trainer_pb2_grpc
@@ -139,19 +139,16 @@ class Steps(trainer_pb2_grpc.TrainerServiceServicer):
 @asynccontextmanager
 async def watched(hub: Credentials, caller: Credentials) -> AsyncIterator[tuple[Steps, Any, Any]]:
     """A standing stream from a server with `hub`'s credentials to a caller, and the caller's channel."""
-    steps = Steps()
-    server = GrpcServer(ServerConfig(), credentials=hub)
-    server.add("meshrl.v1.TrainerService", trainer_pb2_grpc.add_TrainerServiceServicer_to_server, steps)
-    address = f"127.0.0.1:{await server.start()}"
-    try:
-        async with caller.open_channel(address, [], Role.HUB) as channel:
-            stub = trainer_pb2_grpc.TrainerServiceStub(channel)
-            stream = stub.WatchSteps(trainer_pb2.WatchStepsRequest(), timeout=DEADLINE_S)
-            assert (await stream.read()).revision == 1
-            yield steps, stream, stub
-            stream.cancel()
-    finally:
-        await server.drain(0.0)
+    steps, adder = Steps(), trainer_pb2_grpc.add_TrainerServiceServicer_to_server
+    async with (
+        served("meshrl.v1.TrainerService", adder, steps, credentials=hub) as address,
+        caller.open_channel(address, [], Role.HUB) as channel,
+    ):
+        stub = trainer_pb2_grpc.TrainerServiceStub(channel)
+        stream = stub.WatchSteps(trainer_pb2.WatchStepsRequest(), timeout=DEADLINE_S)
+        assert (await stream.read()).revision == 1
+        yield steps, stream, stub
+        stream.cancel()
 
 
 async def test_certificates_are_renewed_on_both_sides_without_a_dropped_stream(authority: Authority) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import os
 import ssl
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 import aiohttp
@@ -20,6 +20,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from access_matrix import DEADLINE_S, member, serving
+from grpc_servers import served
 from impostor import NAMES_OF_NOBODY, OTHERS_HOSTS, SPELLINGS_OF_THE_HUB, enroll
 from meshrl.client import ChannelOptions, WeightSyncClient
 from meshrl.client.authority import Authority, names_lack, request_for, save_certificate
@@ -27,10 +28,9 @@ from meshrl.client.credentials import CredentialError, CredentialFiles, Credenti
 from meshrl.client.enrollment import join, renew
 from meshrl.client.names import server_name
 from meshrl.client.trust import SERVING, Role, Trust, TrustFile
-from meshrl.core.config.shared import ServerConfig, TlsConfig
+from meshrl.core.config.shared import TlsConfig
 from meshrl.core.credentials.https import client_context
 from meshrl.core.credentials.identity import identify, kept_valid
-from meshrl.core.rpc.serve import GrpcServer
 from meshrl.v1 import weights_pb2, weights_pb2_grpc
 from meshrl.wire.errors import MeshError, Reason
 
@@ -229,17 +229,9 @@ class Versions(weights_pb2_grpc.WeightSyncServicer):
         await asyncio.Event().wait()
 
 
-@asynccontextmanager
-async def relay_with(credentials: Credentials) -> AsyncIterator[str]:
-    """A server of WeightSync with these credentials; yields its address."""
-    server = GrpcServer(ServerConfig(), credentials=credentials)
-    server.add("meshrl.v1.WeightSync", weights_pb2_grpc.add_WeightSyncServicer_to_server, Versions())
-    port = await server.start()
-    server.set_serving()
-    try:
-        yield f"127.0.0.1:{port}"
-    finally:
-        await server.drain(0.0)
+def relay_with(credentials: Credentials) -> AbstractAsyncContextManager[str]:
+    adder = weights_pb2_grpc.add_WeightSyncServicer_to_server
+    return served("meshrl.v1.WeightSync", adder, Versions(), credentials=credentials)
 
 
 async def test_calls_to_a_revoked_server_end_and_others_of_its_role_are_called_again(

@@ -7,9 +7,8 @@ from contextlib import suppress
 
 import pytest
 
+from grpc_servers import served
 from meshrl.client import WeightSyncClient
-from meshrl.core.config.shared import ServerConfig
-from meshrl.core.rpc.serve import GrpcServer
 from meshrl.v1 import weights_pb2_grpc
 from meshrl.wire import frames
 
@@ -36,18 +35,13 @@ async def test_calls_go_through_the_proxy_of_grpc_and_not_that_of_the_web(
         writer.write(b"HTTP/1.1 200 Connection established\r\n\r\n")
         await asyncio.gather(pipe(back[0], there[1]), pipe(there[0], back[1]))
 
-    server = GrpcServer(ServerConfig())
-    server.add(frames.SERVICE, weights_pb2_grpc.add_WeightSyncServicer_to_server, weights_pb2_grpc.WeightSyncServicer())
-    port = await server.start()
-    server.set_serving()
-    proxy = await asyncio.start_server(connect, "127.0.0.1", 0)
-    try:
+    adder, servicer = weights_pb2_grpc.add_WeightSyncServicer_to_server, weights_pb2_grpc.WeightSyncServicer()
+    async with served(frames.SERVICE, adder, servicer) as address:
+        proxy = await asyncio.start_server(connect, "127.0.0.1", 0)
         for other in ("no_proxy", "no_grpc_proxy", "grpc_proxy", "https_proxy", "http_proxy"):
             monkeypatch.delenv(other, raising=False)
         monkeypatch.setenv(variable, f"http://127.0.0.1:{proxy.sockets[0].getsockname()[1]}")
-        async with WeightSyncClient(f"127.0.0.1:{port}") as client:
+        async with WeightSyncClient(address) as client:
             await client.wait_until_serving(60.0)
-    finally:
         proxy.close()
-        await server.drain(0.0)
-    assert asked == ([f"CONNECT 127.0.0.1:{port} HTTP/1.1"] if variable == "grpc_proxy" else [])
+    assert asked == ([f"CONNECT {address} HTTP/1.1"] if variable == "grpc_proxy" else [])

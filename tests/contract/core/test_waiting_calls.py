@@ -6,9 +6,9 @@ import time
 import grpc
 import pytest
 
-from meshrl.core.config.shared import ServerConfig
+from grpc_servers import served
 from meshrl.core.rpc import serve
-from meshrl.core.rpc.serve import DEFAULT_MAX_MESSAGE_BYTES, GrpcServer, server_options
+from meshrl.core.rpc.serve import DEFAULT_MAX_MESSAGE_BYTES, server_options
 from meshrl.v1 import trainer_pb2, trainer_pb2_grpc
 
 # ruff: noqa: N802  # methods are named by the contract
@@ -30,17 +30,14 @@ async def codes_after_a_block(num_calls, block_s):
 
     The callers are threads of gRPC's own, so the calls reach the server although the loop is blocked.
     """
-    server, trainer = GrpcServer(ServerConfig()), Trainer()
-    server.add("meshrl.v1.TrainerService", trainer_pb2_grpc.add_TrainerServiceServicer_to_server, trainer)
-    port = await server.start()
-    server.set_serving()
-    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-        stub = trainer_pb2_grpc.TrainerServiceStub(channel)
-        await asyncio.to_thread(lambda: stub.GetTrainer(trainer_pb2.GetTrainerRequest(), timeout=60.0))
-        calls = [stub.GetTrainer.future(trainer_pb2.GetTrainerRequest(), timeout=100.0) for _ in range(num_calls)]
-        time.sleep(block_s)  # noqa: ASYNC251  # the block is what is tested
-        codes = await asyncio.to_thread(lambda: [call.code() for call in calls])
-    await server.drain(0.0)
+    trainer, adder = Trainer(), trainer_pb2_grpc.add_TrainerServiceServicer_to_server
+    async with served("meshrl.v1.TrainerService", adder, trainer) as address:
+        with grpc.insecure_channel(address) as channel:
+            stub = trainer_pb2_grpc.TrainerServiceStub(channel)
+            await asyncio.to_thread(lambda: stub.GetTrainer(trainer_pb2.GetTrainerRequest(), timeout=60.0))
+            calls = [stub.GetTrainer.future(trainer_pb2.GetTrainerRequest(), timeout=100.0) for _ in range(num_calls)]
+            time.sleep(block_s)  # noqa: ASYNC251  # the block is what is tested
+            codes = await asyncio.to_thread(lambda: [call.code() for call in calls])
     assert trainer.answered == 1 + codes.count(grpc.StatusCode.OK)
     return codes
 

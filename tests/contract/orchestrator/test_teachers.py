@@ -12,9 +12,8 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from transformers import PreTrainedModel
 
+from grpc_servers import served
 from meshrl.client import WeightSyncClient
-from meshrl.core.config.shared import ServerConfig
-from meshrl.core.rpc.serve import GrpcServer
 from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.inference.http.app import InferenceServer
 from meshrl.orchestrator.config import OrchestratorConfig, TeacherConfig, TrainEnvConfig, TrainEnvsConfig
@@ -136,20 +135,14 @@ async def test_a_teacher_plays_one_environment_and_the_policy_another(
 
     played.alter = as_text
     played.engine_version = 0
-    server = GrpcServer(ServerConfig(port=0))
     adder = rollout_pb2_grpc.add_RolloutServiceServicer_to_server
-    server.add("meshrl.v1.RolloutService", adder, RolloutServicer(played))
-    address = f"127.0.0.1:{await server.start()}"
-    server.set_serving()
     shown = {"id": "shown", "algo": {"type": "sft", "min_reward": 1.0}}
     train = TrainEnvsConfig(env=[TrainEnvConfig(id="plain"), TrainEnvConfig.model_validate(shown)])
-    teacher = TeacherConfig.model_validate({"rollout": address})
     values = {"batch_size": 16, "max_steps": 10, "max_async_level": 0, "max_off_policy_steps": 1}
-    try:
+    async with served("meshrl.v1.RolloutService", adder, RolloutServicer(played)) as address:
+        teacher = TeacherConfig.model_validate({"rollout": address})
         async with start(make_config(mesh.services, train=train, teacher=teacher, **values)) as (loop, journal):
             await loop.train()
-    finally:
-        await server.drain(grace_s=0.0)
     assert {request.environment for request in script.requests} == {"plain"}
     assert {(request.environment, request.min_version) for request in played.requests} == {("shown", 0)}
     imitated = [sample for name, sample in samples_of(batches) if name == "shown"]

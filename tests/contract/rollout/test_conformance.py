@@ -14,7 +14,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from conformance_kit import served, verdict
+from conformance_kit import verdict
+from grpc_servers import served
 from meshrl.cli.command import CliError
 from meshrl.client.credentials import CredentialFiles, TokenCredentials, credentials_of
 from meshrl.client.trust import Role, TrustFile

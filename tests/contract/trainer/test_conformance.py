@@ -8,7 +8,8 @@ from typing import Any
 import grpc
 import pytest
 
-from conformance_kit import served, verdict
+from conformance_kit import verdict
+from grpc_servers import served
 from meshrl.v1 import trainer_pb2 as pb
 from meshrl.v1 import trainer_pb2_grpc as pb_grpc
 from meshrl.wire.errors import MeshError, from_rpc_error

@@ -11,12 +11,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from grpc_servers import served
 from meshrl.client import ChannelOptions, WeightSyncClient
 from meshrl.client.authority import Authority
 from meshrl.client.credentials import CredentialFiles, Credentials, credentials_of
 from meshrl.client.trust import Role
-from meshrl.core.config.shared import ServerConfig
-from meshrl.core.rpc.serve import GrpcServer
 from meshrl.models.state import hf_state
 from meshrl.versions.sources import LinkLimits
 from meshrl.weights.config import WeightsConfig
@@ -58,13 +57,9 @@ async def stack() -> AsyncIterator[AsyncExitStack]:
 
 
 async def listen(stack: AsyncExitStack, service: WeightSyncService | RelayService, credentials: Credentials) -> str:
-    """Serves it at a free port; returns the address."""
-    server = GrpcServer(ServerConfig(), credentials=credentials)
-    server.add(frames.SERVICE, frames.add_weight_sync, service)
-    port = await server.start()
-    stack.push_async_callback(server.drain, 0.0)
-    server.set_serving()
-    return f"127.0.0.1:{port}"
+    """Serves it; returns the address."""
+    serving = served(frames.SERVICE, frames.add_weight_sync, service, credentials=credentials)
+    return await stack.enter_async_context(serving)
 
 
 async def test_deltas_reach_engines_through_a_relay_to_the_bit_with_certificates(
@@ -108,8 +103,8 @@ async def test_deltas_reach_engines_through_a_relay_to_the_bit_with_certificates
         num_bytes += (await publisher.publish(version, state)).num_bytes
         await deciding.activate_version(run_id="main", version=version, min_ready=2, prepare_deadline_s=60.0)
         kinds.append((await publishing.get_manifest("main", version))[0].kind)
-        for served in engines:
-            live = hf_state(served.model)
+        for engine in engines:
+            live = hf_state(engine.model)
             assert [name for name in state if not torch.equal(live[name], state[name])] == []
     assert kinds == [VersionKind.FULL, VersionKind.DELTA, VersionKind.DELTA]
     assert service.sent == num_bytes  # two engines, and each byte left the hub once

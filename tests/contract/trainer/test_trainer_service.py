@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
+from grpc_servers import served
 from meshrl.client import ChannelOptions, TrainerClient
 from meshrl.client.credentials import CredentialFiles, TokenCredentials, credentials_of
 from meshrl.client.trust import Role, Scope, TrustFile
-from meshrl.core.config.shared import ServerConfig
 from meshrl.core.rpc.guard import CALLER, Caller
-from meshrl.core.rpc.serve import GrpcServer
 from meshrl.trainer.runs.quotas import Quotas
 from meshrl.trainer.runs.steps import StepBook
 from meshrl.trainer.runs.table import RunTable
@@ -95,16 +94,15 @@ async def test_the_batches_of_a_token_are_counted_by_the_token_over_a_real_chann
     free = trust.add_token(Role.TENANT, runs=["main"])
     other = trust.add_token(Role.TENANT, runs=["other-*"])
     credentials = credentials_of(CredentialFiles(trust=trust.path))
-    server = GrpcServer(ServerConfig(host="127.0.0.1", port=0), credentials=credentials)
     servicer = counting(tmp_path / "quotas.json")
-    server.add("meshrl.v1.TrainerService", add_TrainerServiceServicer_to_server, servicer)
-    address = f"127.0.0.1:{await server.start()}"
 
     async def send(token: str, step: int) -> int:
         async with TrainerClient(address, ChannelOptions(credentials=TokenCredentials(token))) as client:
             return await client.submit_batch(replace(batch(step), run_id="main"))
 
-    try:
+    async with served(
+        "meshrl.v1.TrainerService", add_TrainerServiceServicer_to_server, servicer, credentials=credentials
+    ) as address:
         assert await send(quota, 1) == 1
         with pytest.raises(MeshError, match=r"tenant/.* may train 10 tokens a day .* has trained 10 today") as refused:
             await send(quota, 2)
@@ -114,8 +112,6 @@ async def test_the_batches_of_a_token_are_counted_by_the_token_over_a_real_chann
             await send(other, 2)
         assert await send(free, 2) == 2
         assert json.loads((tmp_path / "quotas.json").read_text())["tokens"] == {quota.partition(".")[0]: 10}
-    finally:
-        await server.drain(0.0)
 
 
 async def test_a_batch_that_comes_twice_at_once_counts_once_for_its_tenant(tmp_path: Path) -> None:

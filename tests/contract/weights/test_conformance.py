@@ -9,7 +9,8 @@ from typing import Any
 import google_crc32c
 import pytest
 
-from conformance_kit import served, verdict
+from conformance_kit import verdict
+from grpc_servers import served
 from meshrl.client import WeightSyncClient
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.weights.service import WeightSyncService
