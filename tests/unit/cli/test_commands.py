@@ -195,7 +195,14 @@ TEXT = """2026-11-23T21:22:09.000 INFO    rl started trainer (pid 7), log in log
     2026-11-23T21:22:10.900 INFO    weights version 5 is decided
 """
 JSON = json.dumps(
-    {"text": "", "record": {"level": {"name": "ERROR"}, "message": "weights died: was killed by SIGKILL (9)"}}
+    {
+        "text": "",
+        "record": {
+            "time": {"repr": "2026-11-23 21:22:11.000000+00:00"},
+            "level": {"name": "ERROR"},
+            "message": "weights died: was killed by SIGKILL (9)",
+        },
+    }
 )
 
 
@@ -211,7 +218,7 @@ JSON = json.dumps(
         (TEXT + "2026-11-23T21:30:00.000 INFO    rl started trainer (pid 8), log in logs/trainer.log\n", ""),
     ],
 )
-def test_the_status_of_a_run_that_failed_says_why(tmp_path: Path, log: str, why: str) -> None:
+def test_the_status_of_a_run_that_failed_says_why_and_when(tmp_path: Path, log: str, why: str) -> None:
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs/orchestrator.toml").write_text("max_steps = 9\n")
     (tmp_path / "logs").mkdir()
@@ -219,6 +226,8 @@ def test_the_status_of_a_run_that_failed_says_why(tmp_path: Path, log: str, why:
     status = json.loads(meshrl("status", "--json", "-o", str(tmp_path)).output)
     jsonschema.validate(status, json.loads(status_schema()))
     assert status["ended_by"] == why
+    end = RunFolder(tmp_path).end()
+    assert (None if end is None else end.at) == ("2026-11-23T21:22:11.000" if why else None)
     assert (f"it ended by: {why}\n" in meshrl("status", "-o", str(tmp_path)).output) == bool(why)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import heapq
-import json
 import time
 from collections import deque
 from os import SEEK_END
@@ -13,7 +12,7 @@ from pathlib import Path
 import click
 
 from meshrl.cli.command import CliError, folder_option
-from meshrl.cli.run_folder import RunFolder
+from meshrl.cli.run_folder import RunFolder, log_line
 from meshrl.wire.growing_file import GrowingFile
 
 FOLLOW_S = 0.5
@@ -75,15 +74,6 @@ def _stamped(name: str, path: Path, number: int) -> tuple[list[tuple[str, str, s
         return [], 0
     stamped, stamp = [], ""
     for line in kept:
-        stamp = _time_of(line) or stamp
+        stamp = log_line(line)[0] or stamp
         stamped.append((stamp, name, line))
     return stamped, size
-
-
-def _time_of(line: str) -> str:
-    if line.startswith("{"):
-        try:
-            return str(json.loads(line)["record"]["time"]["repr"])[:23].replace(" ", "T")
-        except (ValueError, KeyError, TypeError):
-            return ""
-    return line[:23] if line[10:11] == "T" else ""

@@ -165,15 +165,15 @@ class RunFolder:
         cause = ""  # the last error of the program that died
         for raw in lines_from_the_end(self.path / "logs" / "rl.log"):  # none of programs that were started by hand
             line = raw.decode(errors="replace")
-            level, message = _logged(line)
+            at, level, message = log_line(line)
             if message.startswith("started "):  # of the run that is meant
                 return None
-            if level == "ERROR" and not line.startswith(" "):
+            if level == "ERROR" and at:
                 why, _, place = message.partition(". Ending all other")
                 program = why.partition(" died: ")[0] if place else "rl"
                 why += f": {cause}" if place and cause else ""
                 log = "\n".join([message, *reversed(told)])
-                return RunEnd(program=program, at=line.split(maxsplit=1)[0], why=why, log=log)
+                return RunEnd(program=program, at=at, why=why, log=log)
             if level == "ERROR" and not cause:
                 cause = message
             told.append(line)
@@ -289,15 +289,18 @@ def _toml(path: Path, _mtime_ns: int, _size: int) -> JsonObject:
         return tomllib.load(file)
 
 
-def _logged(line: str) -> tuple[str, str]:
+def log_line(line: str) -> tuple[str, str, str]:
+    """Time, level and message of a program's log, text or JSON; empty where there are none. The last lines of another
+    log, which are indented, have no time."""
     if line.startswith("{"):
         try:
             record = json.loads(line)["record"]
-            return record["level"]["name"], record["message"]
+            return record["time"]["repr"][:23].replace(" ", "T"), record["level"]["name"], record["message"]
         except (ValueError, KeyError, TypeError):
-            return "", ""
+            return "", "", ""
     parts = line.split(maxsplit=3)  # time, level, program, message
-    return (parts[1], parts[3]) if len(parts) == 4 else ("", "")
+    level, message = (parts[1], parts[3]) if len(parts) == 4 else ("", "")
+    return line[:23] if line[10:11] == "T" else "", level, message
 
 
 def _operator(folder: Path) -> Credentials:
