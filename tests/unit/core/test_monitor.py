@@ -18,6 +18,7 @@ from meshrl.core.paths import Layout
 from meshrl.core.telemetry.monitor import ConsoleSink, JsonlSink, Monitor, SampleRow, Sink
 from meshrl.core.telemetry.sinks import WandbSink, WebhookSink, open_monitor
 from meshrl.diagnosis.causes import Ailment
+from polling import until
 from small_disk import fill, mounted
 from tensorboard_values import tensorboard_values
 
@@ -89,7 +90,7 @@ def test_wandb_offline_takes_metrics_tables_and_histograms(tmp_path: Path) -> No
     assert [(row[0], row[3], row[4]) for row in rows] == [(step, "say abc", "abc") for step in (1, 2, 30)]
     (recorded,) = run.glob("*.wandb")
     along_steps = wandb_internal_pb2.MetricRecord(glob_name="*", step_metric="step").SerializeToString()
-    assert along_steps in recorded.read_bytes()
+    asyncio.run(until(lambda: along_steps in recorded.read_bytes()))  # W&B's own process may write after `close`
 
 
 def test_wandb_mode_of_the_environment_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
