@@ -14,12 +14,13 @@ from loguru import logger
 from opentelemetry.trace import Tracer
 
 from meshrl.core.clock import Clock
-from meshrl.core.config import ConfigError, dump_toml
+from meshrl.core.config import dump_toml
 from meshrl.core.credentials.https import scheme
 from meshrl.core.credentials.secret import read_secret
 from meshrl.core.paths import Layout
 from meshrl.core.program import FAILED, run_program
 from meshrl.core.rpc.engine_http import engine_session
+from meshrl.core.run_folder import writing_to
 from meshrl.core.telemetry.log_folder import own_log
 from meshrl.core.waiting import StoppedError, unless_stopped
 from meshrl.launch.ports import FreePorts
@@ -56,12 +57,8 @@ async def serve_trials(
             if engine is not None:
                 layout = Layout(config.output_dir)
                 written = layout.config("inference")
-                try:
+                with writing_to(config.output_dir):
                     dump_toml(engine, written)
-                except OSError as error:
-                    raise ConfigError(
-                        f"output_dir: {written} cannot be written: {error.strerror}; choose another"
-                    ) from error
                 program = Program(
                     name="inference",
                     command=[str(engine.python or sys.executable), "-m", "meshrl.inference.main", "@", str(written)],

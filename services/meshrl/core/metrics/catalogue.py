@@ -69,9 +69,8 @@ class Catalogue:
                     self._exact[name] = metric
 
     def find(self, name: str) -> Metric | None:
-        if (metric := self._exact.get(name)) is not None:
-            return metric
-        return next((metric for pattern, _, metric in self._patterns if pattern.fullmatch(name)), None)
+        found = self.parts(name)
+        return None if found is None else found[0]
 
     def parts(self, name: str) -> tuple[Metric, dict[str, str]] | None:
         """A name's declaration, with its placeholders' values and statistic."""
