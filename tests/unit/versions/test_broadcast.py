@@ -182,6 +182,17 @@ def test_receiver_that_never_comes_breaks_the_meeting_in_time_and_is_named() -> 
     assert caught.value.reason is Reason.GROUP_BROKEN
 
 
+def test_a_place_in_a_group_is_taken_once() -> None:
+    """An engine that is killed in a group and comes back under its id: neither of its parts waits for the dead ones."""
+    group = Group(1, 2)
+    for first in [group.receiver(index) for index in range(2)]:
+        first.result(60.0)
+    for again in [group.receiver(index) for index in range(2)]:
+        with pytest.raises(MeshError, match=r"rank [12] was taken before, by another process") as caught:
+            again.result(60.0)
+        assert caught.value.reason is Reason.GROUP_BROKEN
+
+
 def test_delta_that_is_damaged_on_its_way_is_refused_and_the_group_takes_the_next() -> None:
     plan = manifests.plan_tensors([("a", "bfloat16", (64, 8)), ("b", "bfloat16", (6,))])
     collective = CollectivePlan(num_senders=2, bucket_bytes=100)

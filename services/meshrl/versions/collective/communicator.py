@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import secrets
 import socket
 import threading
 import time
@@ -147,13 +148,15 @@ class Communicator:
             raise MeshError(Reason.GROUP_BROKEN, f"{self._name}: the probe came back wrong")
 
     def _meet(self, store: Store, rank: int, size: int, deadline_s: float) -> None:
-        end_s, other = time.monotonic() + deadline_s, 0
+        end_s, other, own = time.monotonic() + deadline_s, 0, secrets.token_hex(8)
         while other < size:
             wait_s = min(ATTEMPT_S, max(0.05, end_s - time.monotonic()))  # in pieces, so that the program can end
             try:
                 with _KEEPER.in_torch():
-                    if other == 0:
-                        store.set(f"here/{rank}", "1")
+                    if other == 0 and store.compare_set(f"here/{rank}", "", own) != own.encode():
+                        # A killed process, maybe. The others have its address, and would wait for it until the end.
+                        text = f"{self._name}: rank {rank} was taken before, by another process"
+                        raise MeshError(Reason.GROUP_BROKEN, text)
                     store.wait([f"here/{other}"], timedelta(seconds=wait_s))
                 other += 1
             except RuntimeError as error:  # torch's DistStoreError, a timeout, or the store is gone
