@@ -11,7 +11,10 @@ from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 import scheduler_pair
+from meshrl.inference.config import InferenceConfig
 from meshrl.inference.vllm.arguments import engine_arguments
+from meshrl.inference.vllm.build import _vllm_config
+from meshrl.inference.vllm.installed import VllmError
 from meshrl.inference.vllm.requests import _from_flat
 
 PLACES = [([7, 7, 4], [-0.1, -0.1, -2.0], 1), ([5, 6, 5], [-1.5, -0.3, -1.5], 2), ([9, 6, 5], [-4.0, -0.3, -1.5], 8)]
@@ -40,6 +43,15 @@ def left_to_collect() -> list[int]:
     return [*counts, len(gc.get_objects())]
 
 
+def refusal(model: str) -> str:
+    """Why an engine of the model is not started."""
+    try:
+        _vllm_config(InferenceConfig.model_validate({"model": {"name": model}, "max_num_seqs": 8}))
+    except VllmError as error:
+        return str(error)
+    return ""
+
+
 def workers_of_a_gpu() -> list[str]:
     """Where an engine's worker class on a GPU has its part for weights from, as vLLM mixes it; no GPU is used."""
     type(current_platform).is_cuda_alike = lambda platform: True
@@ -59,6 +71,7 @@ if __name__ == "__main__":
         "scheduler": scheduler_pair.compare(sys.argv[1]),
         "stream": logprobs_of_a_stream(),
         "left": left_to_collect(),
+        "refused": refusal(sys.argv[1]),
         "workers": workers_of_a_gpu(),  # the last one: it changes vLLM
     }
     print(json.dumps(found))

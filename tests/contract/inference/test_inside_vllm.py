@@ -46,3 +46,7 @@ def test_engines_of_versions_and_of_adapters_have_a_worker_on_a_gpu(found: Any) 
 def test_processes_out_of_the_fork_server_collect_nothing_that_it_has_imported(found: Any) -> None:
     before, after = found["left"]
     assert after < 10_000 < before
+
+
+def test_heads_that_vllm_has_no_kernel_for_on_a_cpu_are_refused_at_the_start(found: Any) -> None:
+    assert "has attention heads of size 8, and vLLM takes 32, 64, " in found["refused"]

@@ -21,7 +21,14 @@ from meshrl.core.telemetry.start import Phase, Start
 from meshrl.inference.compiled import bring, folder_of, share
 from meshrl.inference.config import InferenceConfig
 from meshrl.inference.vllm.arguments import automatic, engine_arguments, engine_config, layers_beside_experts
-from meshrl.inference.vllm.installed import VllmError, compiled_by, inspect_models_here, replace, start_processes_by
+from meshrl.inference.vllm.installed import (
+    VllmError,
+    check_heads,
+    compiled_by,
+    inspect_models_here,
+    replace,
+    start_processes_by,
+)
 from meshrl.inference.vllm.processes import ForkServer, imports_ahead, prepare_environment
 from meshrl.models.families import positions_grow_beyond
 from meshrl.models.folder import ModelFolder, WeightReader
@@ -155,7 +162,9 @@ def _vllm_config(
     inspect_models_here()
     if imports_ahead():
         start_processes_by(ForkServer())
-    return engine_config(engine_arguments(chosen, torch_threads=torch_threads), headless=headless)
+    vllm_config = engine_config(engine_arguments(chosen, torch_threads=torch_threads), headless=headless)
+    check_heads(vllm_config.model_config)
+    return vllm_config
 
 
 def _start(vllm_config: VllmConfig, *, forks: bool) -> AsyncLLM:

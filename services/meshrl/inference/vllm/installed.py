@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
     from vllm.v1.worker.gpu_worker import Worker
 
@@ -93,6 +93,23 @@ def compiled_by(config: VllmConfig) -> dict[str, str] | None:
         return None
     current_platform.import_ir_kernels()  # which the hash looks up where Inductor is off; 0.26 does not import them
     return {"gpu": current_platform.get_device_name(), "engine": config.compute_hash()}
+
+
+def check_heads(model: ModelConfig) -> None:
+    """Raises VllmError for a size of attention heads that vLLM has no kernel for on a CPU, where it looks at none."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu() or model.use_mla or model.is_attention_free:
+        return
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    size = model.get_head_size()
+    if not CPUAttentionBackend.supports_head_size(size):
+        listed = ", ".join(map(str, CPUAttentionBackend.get_supported_head_sizes()))
+        raise VllmError(
+            f"{model.model} has attention heads of size {size}, and vLLM takes {listed} on a CPU; use"
+            " inference.engine = 'embedded', or a GPU"
+        )
 
 
 def client_errors() -> tuple[type[Exception], ...]:
