@@ -103,12 +103,13 @@ def test_a_cache_of_another_form_gets_a_middling_number_of_slots() -> None:
     assert engine_size(model, gpu_bytes=H100, max_model_len=2048, versions=True).max_num_seqs == 256
 
 
-@pytest.mark.parametrize("slots", [1, 16, 256, 512, 1024, 1000])
-def test_every_batch_up_to_the_slots_has_a_cuda_graph_that_is_little_larger(slots: int) -> None:
+@pytest.mark.parametrize(("slots", "most"), [(1, 1), (16, 5), (256, 15), (512, 23), (1024, 31), (1000, 31)])
+def test_every_batch_up_to_the_slots_has_a_cuda_graph_that_is_little_larger(slots: int, most: int) -> None:
     sizes = graph_sizes(slots)
     assert sizes == sorted(set(sizes))
     assert sizes[-1] == slots
-    assert len(sizes) <= 51, "vLLM captures so many by itself"
+    assert len(sizes) <= most, "each takes its time at the start"
     for batch in range(1, slots + 1):
         graph = next(size for size in sizes if size >= batch)
-        assert graph - batch <= max(7, batch / 8), f"{batch} runs as {graph}"
+        assert graph - batch <= max(31, batch / 8), f"{batch} runs as {graph}"
+        assert graph <= max(16, 1.5 * batch), f"{batch} runs as {graph}"
