@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import sys
+from types import SimpleNamespace
 
+from vllm import envs
 from vllm.logprobs import FlatLogprobs
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
@@ -52,6 +55,32 @@ def refusal(model: str) -> str:
     return ""
 
 
+def graphs_measured(folder: str) -> list[list[int]]:
+    """What two starts of a worker with CUDA graphs of each list of sizes take them to need, where each measurement
+    would find another number of bytes."""
+    from vllm.v1.worker import gpu_worker
+
+    from meshrl.inference.vllm.gpu_worker import GpuWorker
+
+    envs.VLLM_CACHE_ROOT = folder
+    bytes_found = itertools.count(100)
+    gpu_worker.Worker.determine_available_memory = lambda worker: worker.model_runner.profile_cudagraph_memory()
+
+    def start(sizes: list[int], copies: int) -> int:
+        worker = object.__new__(GpuWorker)
+        worker.model_runner = SimpleNamespace(profile_cudagraph_memory=lambda: next(bytes_found))
+        worker.cache_config = SimpleNamespace(kv_cache_memory_bytes=1)
+        worker.vllm_config = SimpleNamespace(
+            compute_hash=lambda: "hash",
+            compilation_config=SimpleNamespace(cudagraph_mode="FULL", cudagraph_capture_sizes=sizes),
+            model_config=SimpleNamespace(max_model_len=64),
+            parallel_config=SimpleNamespace(world_size=1, data_parallel_size=copies),
+        )
+        return int(worker.determine_available_memory())
+
+    return [[start(sizes, copies) for _ in range(2)] for sizes, copies in (([1, 2], 1), ([1, 2, 4], 1), ([1, 2], 2))]
+
+
 def workers_of_a_gpu() -> list[str]:
     """Where an engine's worker class on a GPU has its part for weights from, as vLLM mixes it; no GPU is used."""
     type(current_platform).is_cuda_alike = lambda platform: True
@@ -71,6 +100,7 @@ if __name__ == "__main__":
         "scheduler": scheduler_pair.compare(sys.argv[1]),
         "stream": logprobs_of_a_stream(),
         "left": left_to_collect(),
+        "graphs": graphs_measured(sys.argv[1]),
         "refused": refusal(sys.argv[1]),
         "workers": workers_of_a_gpu(),  # the last one: it changes vLLM
     }

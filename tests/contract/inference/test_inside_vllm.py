@@ -50,3 +50,7 @@ def test_processes_out_of_the_fork_server_collect_nothing_that_it_has_imported(f
 
 def test_heads_that_vllm_has_no_kernel_for_on_a_cpu_are_refused_at_the_start(found: Any) -> None:
     assert "has attention heads of size 8, and vLLM takes 32, 64, " in found["refused"]
+
+
+def test_cuda_graphs_are_measured_at_the_first_start_of_a_configuration(found: Any) -> None:
+    assert found["graphs"] == [[100, 100], [101, 101], [102, 103]], "workers that capture together measure each time"

@@ -9,18 +9,23 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
 from loguru import logger
+from vllm import envs
+from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_worker import Worker
 
+from meshrl.core.durable import write_file
 from meshrl.inference.sizing import ACTIVATION_BYTES, GIB
 from meshrl.inference.vllm.installed import process_bytes, profiled_bytes
 from meshrl.inference.vllm.processes import kept_variable
 from meshrl.inference.vllm.shadow import HEADROOM_BYTES, build_shadow, bytes_to_come
 from meshrl.inference.vllm.worker import WeightsExtension
+from meshrl.wire.manifest import digest
 
 
 class GpuWorker(WeightsExtension, Worker):  # type: ignore[misc]  # vLLM has no types where it is not installed
@@ -35,6 +40,7 @@ class GpuWorker(WeightsExtension, Worker):  # type: ignore[misc]  # vLLM has no 
             self._meshrl_shadow = build_shadow(self, leave_bytes=HEADROOM_BYTES + ACTIVATION_BYTES)
 
     def determine_available_memory(self) -> int:
+        self._meshrl_measure_graphs_once()
         # Its first pass compiles the model. vLLM moves Triton's folder then, but not where it finds a compiled model:
         # the next start would look for the kernels of later phases in another folder, and compile them anew.
         with self._meshrl_phase("compile"), kept_variable("TRITON_CACHE_DIR"):
@@ -62,6 +68,34 @@ class GpuWorker(WeightsExtension, Worker):  # type: ignore[misc]  # vLLM has no 
             )
         self.available_kv_cache_memory_bytes = room
         return room
+
+    def _meshrl_measure_graphs_once(self) -> None:
+        """Has later starts of the same configuration take the bytes that CUDA graphs needed in the first one.
+
+        vLLM 0.32 captures a graph of every size for that number alone, before it captures those that stay. Workers that
+        capture together must do so all, or none: they measure each time.
+        """
+        config, runner = self.vllm_config, self.model_runner
+        if config.parallel_config.world_size * config.parallel_config.data_parallel_size > 1:
+            return
+        graphs = config.compilation_config
+        facts = (config.compute_hash(), current_platform.get_device_name(), str(graphs.cudagraph_mode))
+        sizes = (*(graphs.cudagraph_capture_sizes or ()), config.model_config.max_model_len)
+        kept = Path(envs.VLLM_CACHE_ROOT) / f"meshrl-graphs-{digest(repr((facts, sizes)).encode()).hex()}"
+        measure = runner.profile_cudagraph_memory
+
+        def measured() -> int:
+            with suppress(OSError, ValueError):
+                return int(kept.read_text())
+            found = int(measure())
+            try:
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                write_file(kept, str(found))
+            except OSError as error:
+                logger.warning("the next start measures its CUDA graphs anew: {}", error)
+            return found
+
+        runner.profile_cudagraph_memory = measured
 
     def compile_or_warm_up_model(self) -> Any:
         with self._meshrl_phase("graphs"):
