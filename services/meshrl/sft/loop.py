@@ -21,6 +21,8 @@ from meshrl.training.learner import Learner, StepResult
 from meshrl.training.run_state import RunState
 from meshrl.training.step_metrics import DeviceUse, common_metrics, mean
 
+FINAL = "final"  # the weights' name for what comes next, which does not depend on the number of steps
+
 
 class SFTLoop:
     def __init__(
@@ -65,9 +67,7 @@ class SFTLoop:
             self._checkpointer.prune(self._ckpt)
         folder = self._checkpointer.save(weights_only=True)
         if self._learner.parallel.plan.leads:
-            final = folder.with_name("final")  # a name for what comes next that does not depend on the number of steps
-            final.unlink(missing_ok=True)
-            final.symlink_to(folder.name, target_is_directory=True)
+            folder.with_name(FINAL).symlink_to(folder.name, target_is_directory=True)
         if unusable is not None:
             raise DataError(f"{unusable}; the weights after step {self._run.step_done} are in {folder}")
         return folder

@@ -28,7 +28,7 @@ from meshrl.sft.data.conversations import DataError
 from meshrl.sft.data.feed import Feed
 from meshrl.sft.data.rendering import load_sft_tokenizer
 from meshrl.sft.extras import Extras
-from meshrl.sft.loop import SFTLoop
+from meshrl.sft.loop import FINAL, SFTLoop
 from meshrl.training.bench.run import bench_program
 from meshrl.training.checkpoints.checkpointer import CheckpointError
 from meshrl.training.learner import StepError, UpdateError
@@ -92,6 +92,8 @@ def train(config: SFTConfig, signals: Sequence[str], parallel: RankGroup) -> Non
     except (ValueError, torch.OutOfMemoryError) as error:  # what other settings mend
         raise ModelError(str(error)) from error
     checkpointer = open_checkpoints(config, learner, run, tokenizer)
+    if parallel.plan.leads:
+        (layout.weights / FINAL).unlink(missing_ok=True)  # until the run ends: what it names may be set aside or pruned
     saved = checkpointer.progress.data
     unused = frozenset[str]().union(*(check.unused for check in checks))
     feed = Feed(

@@ -64,6 +64,22 @@ def test_a_stopped_run_saves_what_it_has(folder: Path, tmp_path: Path) -> None:
     assert (tmp_path / "weights" / "step_0" / "model.safetensors").is_file()
 
 
+def test_while_a_run_goes_another_way_no_weights_are_called_final(folder: Path, tmp_path: Path) -> None:
+    final, seen = tmp_path / "weights" / "final", []
+
+    class Watched(list[str]):
+        def __bool__(self) -> bool:  # before each step
+            seen.append(final.is_symlink())
+            return False
+
+    train(configure(folder, tmp_path, max_steps=4, ckpt=CheckpointConfig(interval=2)), (), RankGroup())
+    assert final.resolve().name == "step_4"
+    again = configure(folder, tmp_path, max_steps=4, ckpt=CheckpointConfig(resume_step=2))
+    train(again, Watched(), RankGroup())
+    assert seen[:2] == [False, False]
+    assert final.resolve().name == "step_4"
+
+
 def test_a_bad_row_late_in_the_data_ends_with_the_weights_of_the_steps_before(folder: Path, tmp_path: Path) -> None:
     rows = (folder / "train.jsonl").read_text().splitlines()[:39]
     bad = tmp_path / "bad.jsonl"
