@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from conversations import load_conversations
@@ -58,6 +60,12 @@ def test_a_file_of_another_kind_is_refused_by_its_ending(tmp_path: Path) -> None
     (tmp_path / "rows.csv").write_text("prompt,completion\na,b\n")
     with pytest.raises(DataError, match=r"rows.csv': a file of rows is .jsonl, .json or .parquet; write it as one"):
         open_parts(DataConfig(name=str(tmp_path / "rows.csv")))
+
+
+def test_a_parquet_file_without_rows_is_refused(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match=r"rows.parquet' holds no rows$"):
+        open_parts(DataConfig(name=str(tmp_path / "rows.parquet")))
 
 
 def test_a_broken_file_in_a_folder_is_refused_with_what_is_wrong_in_it(tmp_path: Path) -> None:

@@ -172,6 +172,7 @@ def _object(row: object, where: str) -> Row:
 def _dataset(name: str, subset: str | None, split: str) -> DataRows:
     try:
         import datasets  # only needed for parquet files, folders and the hub
+        import pyarrow.parquet as pq
     except ImportError as error:
         raise DataError(
             f"data.name {name!r} needs the datasets package: pip install 'meshrl[trainer]', or use a .jsonl file"
@@ -183,6 +184,8 @@ def _dataset(name: str, subset: str | None, split: str) -> DataRows:
             found = datasets.load_from_disk(name)
             loaded = found[split] if isinstance(found, datasets.DatasetDict) else found
         elif path.suffix == ".parquet":
+            if not pq.read_metadata(name).num_rows:  # of which datasets makes batches of size 0, an error
+                raise DataError(f"data.name {name!r} holds no rows")
             loaded = datasets.load_dataset("parquet", data_files=name, split="train")
         else:
             give_up_on_silence()
