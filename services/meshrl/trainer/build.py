@@ -99,8 +99,10 @@ def build_parts(config: TrainerConfig, environment: Mapping[str, str]) -> Traine
         )
         logger.info("the model is loaded, in {:.1f} s", time.perf_counter() - started)
         switch_dropout_off(learner.model)
+        release = releaser(parallel.device, wanted=config.release_memory)
         if isinstance(model.compile, CompileConfig) and parallel.device.type == "cuda":
             compile_kernels(learner, seq_len=config.seq_len)
+            release()
         tokenizer = _tokenizer(config.model) if parallel.plan.leads else None
         checkpointer = open_checkpoints(config, learner, run, tokenizer)
     # What a changed configuration mends.
@@ -112,7 +114,7 @@ def build_parts(config: TrainerConfig, environment: Mapping[str, str]) -> Traine
         compute_dtype=resolve_dtype(config.model),
         parallel=parallel,
         lifeline=lifeline,
-        release=releaser(parallel.device, wanted=config.release_memory),
+        release=release,
     )
 
 
@@ -136,6 +138,7 @@ def compile_kernels(learner: Learner, *, seq_len: int) -> None:
 
     After rows of two lengths torch.compile has a graph for lengths near the second: on a GPU it joins reductions by
     their sizes. Of Qwen3-0.6B lengths below 2,560, below 5,120 and above each have one. The learner is not changed.
+    Outside a group, lengths that memory is too short for are left out: a step's rows may be shorter.
     """
     started = time.perf_counter()
     vocab_size = int(learner.model.config.get_text_config().vocab_size)
@@ -148,7 +151,13 @@ def compile_kernels(learner: Learner, *, seq_len: int) -> None:
             dp_size=learner.parallel.plan.dp_size,
             seed=0,
         )
-        learner.warm_up(rows)
+        try:
+            learner.warm_up(rows)
+        except torch.OutOfMemoryError as error:
+            if not learner.parallel.plan.is_alone:  # other ranks wait in collectives
+                raise
+            logger.warning("kernels of rows of {} tokens are not compiled ahead: out of memory ({})", tokens, error)
+            torch.cuda.empty_cache()
     sum128(torch.zeros(2, device=learner.device))
     logger.info("kernels are compiled, in {:.1f} s", time.perf_counter() - started)
 
