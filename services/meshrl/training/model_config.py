@@ -17,7 +17,7 @@ class ActivationCheckpointConfig(BaseConfig):
 
     mode: AcMode = "full"
     """What a block keeps. full: its input. attention: also attention's output, most of the work of long rows.
-    selective: that and every second matrix product."""
+    selective: that and every second matrix product, of a compiled mixture none inside its graphs."""
 
     freq: int = Field(default=1, ge=1)
     """Every so many blocks; 1 means all, 2 every second."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from meshrl.algorithms.losses import cross_entropy_loss
 from meshrl.algorithms.objective import Objective
@@ -17,7 +18,7 @@ from meshrl.models.logprobs import PackedPolicy
 from meshrl.models.routers import RouterChoice
 from meshrl.training.config import OptimConfig
 from meshrl.training.learner import UNREPLAYED_EVERY, Learner, to_row
-from meshrl.training.model_config import ActivationCheckpointConfig, CompileConfig, TrainerModelConfig
+from meshrl.training.model_config import AcMode, ActivationCheckpointConfig, CompileConfig, TrainerModelConfig
 from meshrl.training.parallel.fsdp import prepare_blocks
 from meshrl.training.run_state import TokenRecord
 from meshrl.wire.types import MicroBatch
@@ -116,15 +117,24 @@ def test_blocks_that_are_computed_again_replay_the_routes_of_their_first_pass() 
         torch.testing.assert_close(one, other)
 
 
-def test_compiled_blocks_leave_their_experts_out_and_replay_as_others_do() -> None:
-    plain, compiled = policy_of("qwen3_moe"), policy_of("qwen3_moe", compiled=CompileConfig(backend="aot_eager"))
+@pytest.mark.parametrize("mode", [None, "full", "attention", "selective"])
+def test_compiled_blocks_leave_their_experts_out_and_replay_as_others_do(mode: AcMode | None) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    ac = None if mode is None else ActivationCheckpointConfig(mode=mode)
+    plain, compiled = policy_of("qwen3_moe"), policy_of("qwen3_moe", ac, compiled=CompileConfig(backend="aot_eager"))
     moved = [narrowed((routes.astype(int) + 1) % 4, 4) for routes in chosen_by(plain, samples_of())]
     (row,) = rows_of(samples_of(moved))
     seen: list[RouterChoice] = []
     compiled.routers.watchers.append(seen.append)
     for one, other in zip(gradient(plain, row)[1], gradient(compiled, row)[1], strict=True):
         torch.testing.assert_close(one, other)
-    assert [choice.router for choice in seen] == [0, 1]
+    assert counters["stats"]["unique_graphs"] >= 4  # of two blocks
+    assert [choice.router for choice in seen] == ([0, 1] if ac is None else [0, 1, 1, 0])
+    assert all(torch.equal(choice.chosen, choice.given) for choice in seen)
+
+
+def test_a_mixture_is_no_whole_graph() -> None:
     with pytest.raises(ValueError, match=r"model\.compile\.fullgraph"):
         policy_of("mixtral", compiled=CompileConfig(backend="aot_eager", fullgraph=True))
 

@@ -1,4 +1,4 @@
-"""Prepares a policy's blocks for training: checkpointed, compiled, then sharded over the mesh (FSDP2), in this order.
+"""Prepares a policy's blocks for training: checkpointed and compiled, then sharded over the mesh (FSDP2).
 
 Checkpointing and compilation replace a block's `forward`, so that every parameter keeps its Hugging Face name.
 """
@@ -22,6 +22,7 @@ from torch.utils.checkpoint import (
 )
 from transformers import PreTrainedModel
 
+from meshrl.models.attention import ATTENTION_NAME, packed_attention, use_attention
 from meshrl.models.kernels.fused_attention import OPERATOR
 from meshrl.models.load import DTYPES
 from meshrl.models.logprobs import PackedPolicy
@@ -29,6 +30,7 @@ from meshrl.models.routers import Routers
 from meshrl.models.shared_prefix import PREFIX_OPERATOR
 from meshrl.models.state import stays_float32
 from meshrl.training.model_config import (
+    AcMode,
     ActivationCheckpointConfig,
     ActivationOffloadConfig,
     CompileConfig,
@@ -69,14 +71,17 @@ def transformer_blocks(model: PreTrainedModel) -> list[nn.Module]:
 
 def prepare_blocks(policy: PackedPolicy, config: TrainerModelConfig) -> None:
     blocks = transformer_blocks(policy.model)
-    checkpointed: list[nn.Module] = []
-    if isinstance(config.ac, ActivationCheckpointConfig):  # auto_settings has chosen before
-        checkpointed = blocks[:: config.ac.freq]
+    ac = config.ac if isinstance(config.ac, ActivationCheckpointConfig) else None  # auto_settings has chosen before
+    compiled = config.compile if isinstance(config.compile, CompileConfig) else None
+    checkpointed = [] if ac is None else blocks[:: ac.freq]
+    # torch compiles nothing of a checkpoint in which a graph breaks, so a mixture's is around what is compiled.
+    around = compiled is not None and bool(policy.routers.holders)
+    if ac is not None and not around:
         for block in checkpointed:
-            block.forward = _checkpointed(block.forward, config.ac, policy.routers)
-    if isinstance(config.compile, CompileConfig):
+            block.forward = _checkpointed(block.forward, ac.mode, policy.routers)
+    if compiled is not None:
         # The experts' products have other shapes in each pass, and routers are watched and given choices between them.
-        if config.compile.fullgraph and policy.routers.holders:
+        if compiled.fullgraph and policy.routers.holders:
             raise ValueError(
                 "model.compile.fullgraph: the experts of a mixture are left out of the graph, so a block is never one;"
                 " leave fullgraph out"
@@ -88,9 +93,16 @@ def prepare_blocks(policy: PackedPolicy, config: TrainerModelConfig) -> None:
         # Runs with adapters of other ranks and layers have graphs of their own, and so have the rows that they share.
         limits.recompile_limit = max(limits.recompile_limit, MOST_GRAPHS)
         for block in blocks:
-            block.forward = torch.compile(
-                block.forward, fullgraph=config.compile.fullgraph, backend=config.compile.backend
-            )
+            block.forward = torch.compile(block.forward, fullgraph=compiled.fullgraph, backend=compiled.backend)
+    if ac is not None and around:
+        # A graph may overwrite what a checkpoint keeps of its inside, so attention stays outside of graphs; on padded
+        # rows it is the model's own.
+        mode = ac.mode if policy.packed else "full"
+        if mode != "full":
+            apart = torch.compiler.disable(packed_attention)  # type: ignore[no-untyped-call]  # torch's
+            use_attention(policy.model, f"{ATTENTION_NAME}_apart", apart)
+        for block in checkpointed:
+            block.forward = _checkpointed(block.forward, mode, policy.routers)
     if config.ac_offloading is not None:  # around what is compiled, which cannot have hooks inside
         for block in checkpointed:
             block.forward = _offloaded(block.forward, config.ac_offloading)
@@ -207,14 +219,10 @@ def _units(policy: nn.Module) -> list[FSDPModule]:
     return [module for module in policy.modules() if isinstance(module, FSDPModule)]
 
 
-def _checkpointed(
-    forward: Callable[..., object],
-    config: ActivationCheckpointConfig,
-    routers: Routers,
-) -> Callable[..., object]:
+def _checkpointed(forward: Callable[..., object], mode: AcMode, routers: Routers) -> Callable[..., object]:
     selective: dict[str, Any] = {}
-    if config.mode != "full":
-        selective["context_fn"] = functools.partial(_selective_contexts, products=config.mode == "selective")
+    if mode != "full":
+        selective["context_fn"] = functools.partial(_selective_contexts, products=mode == "selective")
 
     def run(*args: object, **kwargs: Any) -> object:
         again = routers.as_now(forward)
