@@ -26,7 +26,6 @@ from torch.distributed import distributed_c10d
 
 from meshrl.models.sharded import local
 
-EXCHANGE_OPERATOR, SUM_OPERATOR = "meshrl::exchange", "meshrl::sum_over_ranks"
 TOKENS_STEP = 8  # a rank's tokens are a multiple of it: torch.compile makes another graph for one, and products like it
 
 
@@ -131,7 +130,7 @@ def _process_group(name: str) -> dist.ProcessGroup:
     return distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type]  # as torch's operators do
 
 
-@torch.library.custom_op(EXCHANGE_OPERATOR, mutates_args=())
+@torch.library.custom_op("meshrl::exchange", mutates_args=())
 def _exchange(parts_CtF: torch.Tensor, group: str) -> torch.Tensor:
     """Part r goes to rank r of the group; part r of the result is from rank r."""
     received_CtF = torch.empty_like(parts_CtF, memory_format=torch.contiguous_format)
@@ -170,7 +169,7 @@ class _Whole(torch.autograd.Function):
         return grad_N[place_M], None, None, None
 
 
-@torch.library.custom_op(SUM_OPERATOR, mutates_args=())
+@torch.library.custom_op("meshrl::sum_over_ranks", mutates_args=())
 def sum_over_ranks(tensor: torch.Tensor, group: str) -> torch.Tensor:
     """The sum of the ranks' tensors; without a gradient."""
     total = tensor.clone(memory_format=torch.contiguous_format)

@@ -92,7 +92,7 @@ def training_batches(
             tokens[names[each.draw.part]] += len(each.sample.token_ids)
         last = chosen[-1].draw
         if last.cursor.epoch > chosen[0].draw.cursor.epoch + 1:
-            usable.warn_of_small_data(data)
+            usable.warn_of_small_data()
         packing = pack_samples([each.sample for each in chosen], seq_len=data.row_tokens, dp_size=dp_size)
         yield SFTBatch(
             packing=packing,
@@ -146,9 +146,10 @@ class _Usable:
                 data.seq_len,
             )  # fmt: skip
 
-    def warn_of_small_data(self, data: DataConfig) -> None:
+    def warn_of_small_data(self) -> None:
         if not self._warned:
             self._warned = True
+            data = self._data
             logger.warning(
                 "one step goes through the data more than once: data.batch_size {} is {}; lower it, or give more data",
                 data.batch_size,
