@@ -10,7 +10,7 @@ import ctypes
 import os
 import threading
 from bisect import bisect_right
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -27,7 +27,7 @@ from meshrl.wire.manifest import digest
 from meshrl.wire.manifest_file import PayloadReader
 from meshrl.wire.types import Chunk, ChunkEntry, FileEntry, Manifest, Transport
 
-RECENT_CHUNKS = 6
+RECENT_BYTES = 32 * 2**20
 VERIFIERS = 8  # threads that check a version made of files
 
 
@@ -47,7 +47,7 @@ def _unlocked_crc32c() -> Callable[[NDArray[np.uint8]], int]:
 _crc32c = _unlocked_crc32c()
 
 
-def chunk_of(offset: int, data: bytes | NDArray[np.uint8]) -> Chunk:
+def chunk_of(offset: int, data: bytes | memoryview | NDArray[np.uint8]) -> Chunk:
     found = np.frombuffer(data, dtype=np.uint8)
     return Chunk(offset=offset, data=data if isinstance(data, bytes) else found.data, crc32c=_crc32c(found))
 
@@ -77,8 +77,10 @@ class VersionBytes:
             self.missing.update(range(len(manifest.chunks)))
         self._lock = threading.Condition()
         self._given_up = False
-        # Chunks that were read to send a part of: several connections ask for one between them.
-        self._recent: deque[tuple[bytes, bytes]] = deque(maxlen=RECENT_CHUNKS)
+        self._here_to = 0  # as far as was waited for
+        # Chunks of a file, by index: those that came while others are missing, for who follows; and those that were
+        # read to send a part of, since several connections ask for one between them.
+        self._recent: OrderedDict[int, Chunk] = OrderedDict()
 
     @property
     def folder(self) -> Path:
@@ -136,12 +138,22 @@ class VersionBytes:
         self._check(entry, data.data)  # before it is put: the one that is here may be right
         if index in self.missing:
             self.put(chunk.offset, data)
+            if self._memory is None:
+                self._remember(index, chunk)
             self._is_here(index)
 
     def _is_here(self, index: int) -> None:
         with self._lock:
             self.missing.discard(index)
+            if not self.missing:
+                self._recent.clear()
             self._lock.notify_all()
+
+    def _remember(self, index: int, chunk: Chunk) -> None:
+        with self._lock:
+            self._recent[index] = chunk
+            while sum(len(each.data) for each in self._recent.values()) > RECENT_BYTES:
+                self._recent.popitem(last=False)
 
     def give_up(self) -> None:
         with self._lock:
@@ -181,8 +193,11 @@ class VersionBytes:
     def wait_for(self, end: int) -> None:
         """Returns once all bytes up to `end` are here. Raises MeshError UNREACHABLE after `give_up`. Blocking."""
         with self._lock:
-            self._lock.wait_for(lambda: self._given_up or self.here_to(0, end) >= end)
-            if self.here_to(0, end) < end:
+            while self._here_to < end and not self._given_up:
+                self._here_to = self.here_to(self._here_to, end)
+                if self._here_to < end:
+                    self._lock.wait()
+            if self._given_up:
                 raise MeshError(Reason.UNREACHABLE, f"the rest of version {self.manifest.version} did not come")
 
     def verify(self, files: Literal["digests", "sizes"]) -> None:
@@ -226,23 +241,27 @@ class VersionBytes:
             )
         try:
             with PayloadReader(self._files) as reader:
-                chunks, index = self.manifest.chunks, max(self._index_at(offset), 0)
-                while index < len(chunks) and chunks[index].offset < end:
-                    chunk, index = chunks[index], index + 1
+                chunks = self.manifest.chunks
+                for index in range(max(self._index_at(offset), 0), len(chunks)):
+                    chunk = chunks[index]
+                    if chunk.offset >= end:
+                        return
                     if chunk.offset + chunk.length <= offset:
                         continue
                     in_part = chunk.offset < offset or chunk.offset + chunk.length > end
-                    data = dict(self._recent.copy()).get(chunk.digest) if in_part else None
-                    if data is None:
+                    found = self._recent.get(index)
+                    if found is None:
                         data = reader.read(chunk.offset, chunk.length)
                         if digest(data) != chunk.digest:
                             raise self._changed_at_rest(chunk)
+                        found = chunk_of(chunk.offset, data)
                         if in_part:
-                            self._recent.append((chunk.digest, data))
+                            self._remember(index, found)
                     first, last = max(offset, chunk.offset), min(end, chunk.offset + chunk.length)
                     for at in range(first, last, chunk_bytes):
                         stop = min(at + chunk_bytes, last)
-                        yield chunk_of(at, data[at - chunk.offset : stop - chunk.offset])
+                        whole = stop - at == chunk.length
+                        yield found if whole else chunk_of(at, found.data[at - chunk.offset : stop - chunk.offset])
         except OSError as error:
             raise MeshError(
                 Reason.UNKNOWN_VERSION, f"bytes of version {self.manifest.version} are gone: {error}"

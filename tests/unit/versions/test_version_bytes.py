@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import google_crc32c
@@ -94,6 +95,36 @@ def test_what_is_here_is_read_and_is_not_replaced_by_a_wrong_upload(tmp_path: Pa
     (tmp_path / "payload").write_bytes(bytes(len(DATA)))
     with pytest.raises(MeshError, match="version 3 changed at rest: the chunk at byte 4096"):
         list(held.read(CHUNK, 2 * CHUNK, CHUNK))
+
+
+def test_what_has_just_come_is_sent_on_without_the_file_and_from_the_file_once_all_is_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = in_file(tmp_path)
+    for offset in (0, CHUNK):
+        held.write(chunk_of(offset, DATA[offset : offset + CHUNK]))
+    (tmp_path / "payload").write_bytes(bytes(len(DATA)))  # nobody looks there
+    for part in (slice(0, 2 * CHUNK), slice(100, CHUNK + 7)):
+        assert b"".join(bytes(piece.data) for piece in held.read(part.start, part.stop, CHUNK)) == DATA[part].tobytes()
+    monkeypatch.setattr(version_bytes, "RECENT_BYTES", 0)
+    held.write(chunk_of(2 * CHUNK, DATA[2 * CHUNK :]))
+    assert len(list(held.read(2 * CHUNK, len(DATA), CHUNK))) == 1
+    with pytest.raises(MeshError, match="the chunk at byte 0"):
+        list(held.read(0, CHUNK, CHUNK))
+
+
+def test_whoever_waits_for_bytes_gets_them_as_they_come_until_nothing_more_will() -> None:
+    held = in_memory(Path())
+    held.write(chunk_of(CHUNK, DATA[CHUNK : 2 * CHUNK]))
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(held.wait_for, CHUNK + 1)
+        held.write(chunk_of(0, DATA[:CHUNK]))
+        waiting.result()
+        held.wait_for(2 * CHUNK)
+        waiting = thread.submit(held.wait_for, 2 * CHUNK + 1)
+        held.give_up()
+        with pytest.raises(MeshError, match="the rest of version 3 did not come"):
+            waiting.result()
 
 
 def test_a_later_start_finds_the_chunks_that_the_file_has(tmp_path: Path) -> None:
