@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,9 @@ import torch
 
 from meshrl.client import WeightSyncClient
 from meshrl.inference.agent.agent import WeightAgent
+from meshrl.inference.agent.version_loader import VersionFetcher
+from meshrl.versions.downloads import Downloader
+from meshrl.versions.sources import LinkLimits
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Activation, Chunk, FoundVersion, Transport, VersionKind
 from weight_mesh import MemoryEngine, Mesh, make_state
@@ -241,6 +246,23 @@ async def test_bytes_that_changed_in_the_spool_are_not_served_and_the_next_versi
     await serve(client, 1, min_ready=2)
     assert engine.holds(state)
     assert late.holds(state)
+
+
+async def test_deltas_come_to_more_fetches_than_asyncio_has_threads(mesh: Mesh, first: State) -> None:
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))  # which also write what the fetches wait for
+    publisher, client = mesh.publisher(Transport.STREAM, anchor_every=64), mesh.client()
+    report = await publisher.publish(0, first)
+    await publisher.publish(1, stepped(first, 1))
+    (delta,) = (await way(client, 1, held_root=report.root)).steps
+    downloaders = [Downloader(mesh.client(), LinkLimits()) for _ in range(3)]
+    async with asyncio.timeout(60.0):
+        fetches = (
+            VersionFetcher(downloader).fetch_delta(delta, lambda payload, wait_for: wait_for(len(payload)))
+            for downloader in downloaders
+        )
+        assert {len(payload) for payload in await asyncio.gather(*fetches)} == {delta.payload_bytes}
+    for downloader in downloaders:
+        await downloader.close()
 
 
 async def test_a_delta_that_would_not_pay_or_that_leads_from_nowhere_is_not_sent(mesh: Mesh, first: State) -> None:

@@ -11,9 +11,12 @@ import os
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 from loguru import logger
@@ -28,6 +31,8 @@ from meshrl.versions.version_bytes import VersionBytes
 from meshrl.wire import manifest as manifests
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import FoundVersion, Manifest, Transport, VersionKind
+
+Result = TypeVar("Result")
 
 MAX_THREADS = 8  # with more, what needs the interpreter's lock takes longer than each thread's share of the rest
 
@@ -283,23 +288,30 @@ class VersionFetcher:
 
         `use` gets them on a thread while they arrive, and a function that waits for those up to an offset.
         """
-        self._awaited += manifest.payload_bytes
         payload: Bytes = np.empty(manifest.payload_bytes, dtype=np.uint8)
         artifact_id = await asyncio.to_thread(manifests.artifact_id, manifest)
         held = VersionBytes(manifest, memory=payload)
+        await self._pull(held, artifact_id, partial(use, payload, held.wait_for))
+        return payload
+
+    async def _pull(self, held: VersionBytes, artifact_id: str, use: Callable[[], Result]) -> Result:
+        """Pulls the missing bytes while `use` runs on a thread, where it may wait for them. Raises its errors too."""
+        self._awaited += held.manifest.payload_bytes
         pulling = asyncio.create_task(self._downloader.pull(held, artifact_id, self._arrive))
-        using = asyncio.create_task(asyncio.to_thread(use, payload, held.wait_for))
+        # A thread of its own: were all of asyncio's waiting here, none would be left to write what they wait for.
+        thread = ThreadPoolExecutor(1, thread_name_prefix="arriving")
+        using = asyncio.get_running_loop().run_in_executor(thread, copy_context().run, use)
         try:
             await asyncio.wait({pulling, using}, return_when=asyncio.FIRST_EXCEPTION)
             if using.done():
                 using.result()
             await pulling
-            await using
-            return payload
+            return await using
         finally:
             pulling.cancel()
             held.give_up()
             await asyncio.gather(pulling, using, return_exceptions=True)
+            thread.shutdown(wait=False)
 
     async def fetch_delta_file(self, manifest: Manifest) -> HostBytes:
         assert self._spool is not None, "engines that patch are other processes"
@@ -312,32 +324,32 @@ class VersionFetcher:
             except OSError as error:  # another host, or retired meanwhile: the hub is asked for the bytes instead
                 logger.info("files of version {} cannot be used here ({}); asking the hub", manifest.version, error)
                 return None
-            wrong = await self._wrong_tensor(held, manifest)
+            cancelled = threading.Event()  # a fetch that is cancelled makes the hashing stop at the next tensor
+            try:
+                wrong = await asyncio.to_thread(held.wrong_tensor, manifest, cancelled)
+            finally:
+                cancelled.set()
             if wrong is None:
                 return held
             logger.warning("attempt {}: tensor {!r} of version {} is damaged", attempt, wrong, manifest.version)
         raise _damaged(manifest, wrong)
-
-    async def _wrong_tensor(self, held: HostBytes, manifest: Manifest) -> str | None:
-        cancelled = threading.Event()  # a fetch that is cancelled makes the hashing stop at the next tensor
-        try:
-            return await asyncio.to_thread(held.wrong_tensor, manifest, cancelled)
-        finally:
-            cancelled.set()
 
     async def _streamed(self, manifest: Manifest, artifact_id: str) -> HostBytes:
         came = None if self._ahead is None else await self._ahead(artifact_id)
         if came is not None:
             return came
         held = await self._room(manifest, for_writes=True)
-        self._awaited += manifest.payload_bytes
         try:
-            held_bytes = VersionBytes(manifest, file=held.own, memory=held.parts[0][1])
-            await self._downloader.pull(held_bytes, artifact_id, self._arrive)
-            if manifest.digest_algorithm != manifests.SUM128:  # else each chunk was checked, and that is all
-                wrong = await self._wrong_tensor(held, manifest)
-                if wrong is not None:
-                    raise _damaged(manifest, wrong)
+            coming = VersionBytes(manifest, file=held.own, memory=held.parts[0][1])
+
+            def wrong_tensor() -> str | None:
+                if manifest.digest_algorithm == manifests.SUM128:  # each chunk is checked, and that is all
+                    return None
+                return held.wrong_tensor(manifest, threading.Event(), coming.wait_for)
+
+            wrong = await self._pull(coming, artifact_id, wrong_tensor)
+            if wrong is not None:
+                raise _damaged(manifest, wrong)
         except BaseException:  # abandoned fetches leave no file either
             held.release()
             raise
