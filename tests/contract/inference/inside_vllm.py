@@ -48,8 +48,9 @@ def left_to_collect() -> list[int]:
 
 def refusal(model: str) -> str:
     """Why an engine of the model is not started."""
+    config = InferenceConfig.model_validate({"model": {"name": model}, "max_num_seqs": 8})
     try:
-        _vllm_config(InferenceConfig.model_validate({"model": {"name": model}, "max_num_seqs": 8}))
+        _vllm_config(config.model, config.vllm_arguments(), torch_threads=None, versions=False)
     except VllmError as error:
         return str(error)
     return ""
