@@ -1,7 +1,7 @@
 """`inference --bench`: measures how fast the configured engine samples by itself, without server, hub or agent.
 
-Requests are made up: random prompts in groups of `group_size` and completions of a drawn length, to which the engine is
-made to go on. `rl --bench` reads the rate in bench/inference.json.
+Requests are random prompts in groups of `group_size`, with completions of a drawn length. `rl --bench` reads the rate
+in bench/inference.json.
 
 tokens/s: sampled tokens of the measured requests, over the time from the first one's start to the last one's end.
 tail: share of that time in which less than half of the requests are in flight, for there are no more.

@@ -108,12 +108,11 @@ def engine_size(
 
 
 def graph_sizes(slots: int) -> list[int]:
-    """The batch sizes of CUDA graphs, in order, up to all slots: no batch of more than 256 sequences runs as one that
-    is an eighth larger.
+    """The batch sizes of CUDA graphs, in order, up to all slots; vLLM's own list ends at 512.
 
-    Without a graph launching a batch's kernels takes longer than running them. vLLM's own list ends at 512, and has 51:
-    each is half a second of the start. A step of up to some 200 sequences waits for the weights to be read, so that
-    more rows take no longer.
+    Without a graph launching kernels takes longer than running them; each takes half a second of the start. Beyond 256
+    sequences no batch runs as one that is an eighth larger. A smaller one waits for the weights, however many rows it
+    has.
     """
     grid = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, *range(128, 512, 32), *range(512, slots, 64))
     return [*(size for size in grid if size < slots), slots]

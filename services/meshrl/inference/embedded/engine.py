@@ -1,9 +1,8 @@
 """The embedded engine: continuous batching of a Hugging Face model inside the `inference` program.
 
-It lives on the event loop; a thread of its own steps the model (`step_thread`), and runs whatever must not meet a step,
-such as a swap of weights. transformers' `generate_batch` (5.19) makes 0.15 to 0.17 of its tokens/s on a CPU
-(`bench_engine.py`), has one random stream for all requests, and no adapters by request, alternatives, routes or
-versions of tokens.
+It lives on the event loop; a thread of its own steps the model (`step_thread`). transformers' `generate_batch` (5.19)
+makes 0.15 to 0.17 of its tokens/s on a CPU (`bench_engine.py`), has one random stream for all requests, and no adapters
+by request, alternatives, routes or versions of tokens.
 """
 
 from __future__ import annotations

@@ -118,8 +118,8 @@ def automatic(model_config: ModelConfig, given: JsonObject, *, versions: bool) -
 def layers_beside_experts(model: PreTrainedModel) -> list[str] | None:
     """Names of the layers outside a mixture's experts; None for a model without experts.
 
-    vLLM computes an adapter in every layer that could have one, whether it does or not. In the experts of 30B-A3B that
-    is most of a step, and adapters of experts are refused here anyway (`AdapterStore`).
+    vLLM computes an adapter in every layer that could have one. In the experts of 30B-A3B that is most of a step, and
+    `AdapterStore` refuses theirs.
     """
     within = {part for experts in expert_layers(model, model.config) for part in experts.module.modules()}
     if not within:

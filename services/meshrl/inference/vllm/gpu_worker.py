@@ -70,10 +70,10 @@ class GpuWorker(WeightsExtension, Worker):  # type: ignore[misc]  # vLLM has no 
         return room
 
     def _meshrl_measure_graphs_once(self) -> None:
-        """Has later starts of the same configuration take the bytes that CUDA graphs needed in the first one.
+        """Later starts of a configuration take the bytes of its CUDA graphs from the first one.
 
-        vLLM 0.32 captures a graph of every size for that number alone, before it captures those that stay. Workers that
-        capture together must do so all, or none: they measure each time.
+        vLLM 0.32 captures a graph of every size for that number alone. Workers that capture together must all measure,
+        or none.
         """
         config, runner = self.vllm_config, self.model_runner
         if config.parallel_config.world_size * config.parallel_config.data_parallel_size > 1:

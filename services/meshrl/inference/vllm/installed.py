@@ -96,7 +96,7 @@ def compiled_by(config: VllmConfig) -> dict[str, str] | None:
 
 
 def check_heads(model: ModelConfig) -> None:
-    """Raises VllmError for a size of attention heads that vLLM has no kernel for on a CPU, where it looks at none."""
+    """Raises VllmError for attention heads without a kernel on a CPU, which vLLM does not refuse by itself."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu() or model.use_mla or model.is_attention_free:

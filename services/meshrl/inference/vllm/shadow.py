@@ -1,7 +1,7 @@
 """The shadow of a vLLM worker's weights: filled while the engine generates, copied over the live ones in a pause.
 
-It is a second instance of the same model with storage for its parameters alone, which vLLM's own loading fills; or, if
-kernels keep weights in a packed form (CPUs), the checkpoint's tensors, which are loaded in the pause.
+A second instance of the model whose parameters alone have storage, which vLLM's own loading fills; or, where kernels
+pack weights (CPUs), the checkpoint's tensors, which are loaded in the pause.
 
 Some layers rearrange their weights within the same shape once they are loaded, as mixtures of experts do on some GPUs.
 That cannot be seen, so with such layers a shadow first has to make the live weights out of their checkpoint.

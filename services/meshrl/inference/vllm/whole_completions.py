@@ -1,8 +1,8 @@
 """vLLM's schedulers, with completions handed over whole: runs in vLLM's engine process, named by `scheduler_cls`.
 
-vLLM sends every token of every request to the front end at once, with its logprobs as small arrays. Here a request that
-wants its answer in one piece leaves in one message. The scheduler also notes at how many tokens generation was resumed
-after a pause, where one weight version ends and the next begins.
+vLLM sends each token to the front end at once, with small arrays of logprobs. Here a request that wants its answer in
+one piece leaves in one message. The scheduler also notes at how many tokens generation was resumed after a pause, where
+one weight version ends and the next begins.
 """
 
 from __future__ import annotations
