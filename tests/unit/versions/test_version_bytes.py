@@ -113,7 +113,7 @@ def test_what_has_just_come_is_sent_on_without_the_file_and_from_the_file_once_a
         list(held.read(0, CHUNK, CHUNK))
 
 
-def test_whoever_waits_for_bytes_gets_them_as_they_come_until_nothing_more_will() -> None:
+def test_bytes_are_waited_for_until_they_come_or_nothing_more_does() -> None:
     held = in_memory(Path())
     held.write(chunk_of(CHUNK, DATA[CHUNK : 2 * CHUNK]))
     with ThreadPoolExecutor(1) as thread:
