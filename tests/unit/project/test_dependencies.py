@@ -20,6 +20,8 @@ NEEDS_LESS = {  # modules of programs: what cannot be imported while they are
     "meshrl.client": (*TRAINING, *ENVIRONMENTS, "pydantic", "loguru", "meshrl.core"),
     "meshrl.weights.main meshrl.orchestrator.main meshrl.launch.main": (*TRAINING, *ENVIRONMENTS),
     "meshrl.rollout.main": TRAINING,
+    "meshrl.launch.main": ("meshrl.orchestrator.build",),
+    "meshrl.launch.preflight.plugins": ("meshrl.launch.compose",),
 }
 IMPORT_WITHOUT = """
 import importlib, sys

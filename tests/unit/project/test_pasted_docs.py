@@ -12,6 +12,7 @@ import re
 import runpy
 import shlex
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -123,6 +124,12 @@ FOUND = {
 }
 READ = {command: page for command, page in FOUND.items() if command.split()[0] in OURS}
 MAKERS = {command: page for command, page in FOUND.items() if command.startswith("python -m meshrl.environments.")}
+
+
+@pytest.mark.parametrize("file", [page for page in PAGES if page.suffix == ".toml"], ids=lambda file: str(file.parent))
+def test_a_file_of_an_example_begins_with_its_command_and_writes_below_outputs(file: Path) -> None:
+    assert any(f"@ {file.relative_to(ROOT)}" in command for command in commands_of(file))
+    assert tomllib.loads(file.read_text()).get("output_dir", "outputs").startswith("outputs")
 
 
 @pytest.fixture(scope="module")
