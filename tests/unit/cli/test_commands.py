@@ -40,6 +40,15 @@ def meshrl(*arguments: str) -> Result:
     return CliRunner().invoke(main, arguments)
 
 
+def examined(folder: Path, what: str) -> dict[str, str]:
+    """What the doctor finds of one thing."""
+    result = meshrl("doctor", "--json", "-o", str(folder))
+    findings = json.loads(result.output)
+    assert result.exit_code == (1 if "fail" in [finding["state"] for finding in findings] else 0)
+    (found,) = [finding for finding in findings if finding["what"] == what]
+    return found
+
+
 def span(name: str, span_id: str, start_s: float, seconds: float, parent_id: str = "", **more: Any) -> dict[str, Any]:
     return {
         "name": name,
@@ -263,8 +272,7 @@ def test_an_engine_that_takes_requests_while_it_prepares_a_version_is_well() -> 
 
 
 def test_the_doctor_says_that_a_mistyped_folder_is_none(tmp_path: Path) -> None:
-    findings = json.loads(meshrl("doctor", "--json", "-o", str(tmp_path / "mistyped")).output)
-    (run,) = [finding for finding in findings if finding["what"] == "run"]
+    run = examined(tmp_path / "mistyped", "run")
     assert (run["state"], run["found"]) == ("warn", f"there is no folder {tmp_path / 'mistyped'}")
 
 
@@ -510,21 +518,15 @@ def test_the_doctor_says_what_it_looked_at(tmp_path: Path) -> None:
 
 def test_the_doctor_names_a_ledger_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "ledger.sqlite").write_text("not one")
-    result = meshrl("doctor", "--json", "-o", str(tmp_path))
-    (ledger,) = [finding for finding in json.loads(result.output) if finding["what"] == "ledger"]
+    ledger = examined(tmp_path, "ledger")
     assert (ledger["state"], ledger["found"]) == ("fail", "ledger.sqlite cannot be read: file is not a database")
-    assert result.exit_code == 1
 
 
 def test_the_doctor_names_programs_that_were_killed_with_their_rl(tmp_path: Path) -> None:
     (tmp_path / "state").mkdir()
     killed = ProgramState(program="trainer", host=socket.gethostname(), pid=2**22 + 1, at_s=time.time() - 60.0)
     (tmp_path / "state/trainer.json").write_text(killed.to_json())
-    (run,) = [
-        finding
-        for finding in json.loads(meshrl("doctor", "--json", "-o", str(tmp_path)).output)
-        if finding["what"] == "run"
-    ]
+    run = examined(tmp_path, "run")
     assert run["state"] == "warn"
     assert re.search(r"it ended by: trainer is gone: process 4194305 ended 6\d s ago without saying so", run["found"])
 
@@ -536,8 +538,7 @@ def test_the_doctor_names_why_a_program_does_not_answer(tmp_path: Path) -> None:
         serves=("127.0.0.1:1",),
     )  # fmt: skip
     (tmp_path / "state/trainer.json").write_text(stuck.to_json())
-    findings = json.loads(meshrl("doctor", "--json", "-o", str(tmp_path)).output)
-    (trainer,) = [finding for finding in findings if finding["what"] == "trainer"]
+    trainer = examined(tmp_path, "trainer")
     assert trainer["state"] == "fail"
     assert trainer["found"].endswith("; it answers nobody: its event loop is stuck for 8 s")
 
@@ -558,8 +559,7 @@ def test_the_doctor_judges_open_files_as_preflight_and_programs_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hard: int, state: str
 ) -> None:
     monkeypatch.setattr("resource.getrlimit", lambda what: (64, hard))
-    findings = json.loads(meshrl("doctor", "--json", "-o", str(tmp_path)).output)
-    assert [finding["state"] for finding in findings if finding["what"] == "open files"] == [state]
+    assert examined(tmp_path, "open files")["state"] == state
 
 
 def test_the_doctor_names_congestion_control_and_packet_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -570,17 +570,13 @@ def test_the_doctor_names_congestion_control_and_packet_size(tmp_path: Path, mon
         (tmp_path / "net" / name).mkdir(parents=True)
         (tmp_path / "net" / name / "mtu").write_text(f"{mtu}\n")
 
-    def network() -> dict[str, str]:
-        findings = json.loads(meshrl("doctor", "--json", "-o", str(tmp_path)).output)
-        (found,) = [finding for finding in findings if finding["what"] == "network"]
-        return {key: found[key] for key in ("state", "found", "remedy")}
-
-    assert (network()["state"], network()["found"]) == ("ok", "congestion control cubic; MTU 1500 of eth0")
-    assert "bbr" in network()["remedy"]
+    network = examined(tmp_path, "network")
+    assert (network["state"], network["found"]) == ("ok", "congestion control cubic; MTU 1500 of eth0")
+    assert "bbr" in network["remedy"]
     (tmp_path / "control").write_text("bbr\n")
-    assert network()["remedy"] == ""
+    assert examined(tmp_path, "network")["remedy"] == ""
     (tmp_path / "net" / "eth0" / "mtu").write_text("1200\n")
-    assert network()["state"] == "warn"
+    assert examined(tmp_path, "network")["state"] == "warn"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Adapters on experts: grouped beside the experts' own products, merged, stored as PEFT does, and read back."""
+"""Adapters on experts and linear layers: nothing changes at first, only they learn, and merging keeps what they do."""
 
 from __future__ import annotations
 
@@ -81,9 +81,9 @@ def test_adapters_change_nothing_at_first_and_then_what_merging_changes(family: 
 def test_only_adapters_get_a_gradient_and_it_is_that_of_the_merged_weight(family: str) -> None:
     model = adapted(family)
     model(input_ids=IDS, use_cache=False).logits.square().sum().backward()
-    assert {name for name, each in model.named_parameters() if each.grad is not None} == {
-        name for name, each in model.named_parameters() if is_adapter(name)
-    }
+    adapters = {name for name, _ in model.named_parameters() if is_adapter(name)}
+    assert {name for name, each in model.named_parameters() if each.grad is not None} == adapters
+    assert {name for name, each in model.named_parameters() if each.requires_grad} == adapters
     plain = merged(family, hf_state(model))
     plain(input_ids=IDS, use_cache=False).logits.square().sum().backward()
     weights = dict(plain.named_parameters())
