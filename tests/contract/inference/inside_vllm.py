@@ -74,7 +74,7 @@ def graphs_measured(folder: str) -> list[list[int]]:
         worker.vllm_config = SimpleNamespace(
             compute_hash=lambda: "hash",
             compilation_config=SimpleNamespace(cudagraph_mode="FULL", cudagraph_capture_sizes=sizes),
-            model_config=SimpleNamespace(max_model_len=64),
+            model_config=SimpleNamespace(max_model_len=64, enforce_eager=False),
             parallel_config=SimpleNamespace(world_size=1, data_parallel_size=copies),
         )
         return int(worker.determine_available_memory())
@@ -101,8 +101,8 @@ if __name__ == "__main__":
         "scheduler": scheduler_pair.compare(sys.argv[1]),
         "stream": logprobs_of_a_stream(),
         "left": left_to_collect(),
-        "graphs": graphs_measured(sys.argv[1]),
         "refused": refusal(sys.argv[1]),
-        "workers": workers_of_a_gpu(),  # the last one: it changes vLLM
+        "workers": workers_of_a_gpu(),  # it changes vLLM
+        "graphs": graphs_measured(sys.argv[1]),  # after the change
     }
     print(json.dumps(found))

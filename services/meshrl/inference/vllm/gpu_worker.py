@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from loguru import logger
 from vllm import envs
-from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_worker import Worker
 
 from meshrl.core.durable import write_file
 from meshrl.inference.sizing import ACTIVATION_BYTES, GIB
-from meshrl.inference.vllm.installed import process_bytes, profiled_bytes
+from meshrl.inference.vllm.installed import compiled_by, process_bytes, profiled_bytes
 from meshrl.inference.vllm.processes import kept_variable
 from meshrl.inference.vllm.shadow import HEADROOM_BYTES, build_shadow, bytes_to_come
 from meshrl.inference.vllm.worker import WeightsExtension
@@ -76,12 +75,11 @@ class GpuWorker(WeightsExtension, Worker):  # type: ignore[misc]  # vLLM has no 
         or none.
         """
         config, runner = self.vllm_config, self.model_runner
-        if config.parallel_config.world_size * config.parallel_config.data_parallel_size > 1:
+        facts, graphs = compiled_by(config), config.compilation_config
+        if facts is None or config.parallel_config.world_size * config.parallel_config.data_parallel_size > 1:
             return
-        graphs = config.compilation_config
-        facts = (config.compute_hash(), current_platform.get_device_name(), str(graphs.cudagraph_mode))
-        sizes = (*(graphs.cudagraph_capture_sizes or ()), config.model_config.max_model_len)
-        kept = Path(envs.VLLM_CACHE_ROOT) / f"meshrl-graphs-{digest(repr((facts, sizes)).encode()).hex()}"
+        of_graphs = (str(graphs.cudagraph_mode), graphs.cudagraph_capture_sizes, config.model_config.max_model_len)
+        kept = Path(envs.VLLM_CACHE_ROOT) / f"meshrl-graphs-{digest(repr((facts, of_graphs)).encode()).hex()}"
         measure = runner.profile_cudagraph_memory
 
         def measured() -> int:
