@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from loguru import logger
@@ -301,8 +301,9 @@ class VersionFetcher:
         # A thread of its own: were all of asyncio's waiting here, none would be left to write what they wait for.
         thread = ThreadPoolExecutor(1, thread_name_prefix="arriving")
         using = asyncio.get_running_loop().run_in_executor(thread, copy_context().run, use)
+        ends: set[asyncio.Future[Any]] = {pulling, using}
         try:
-            await asyncio.wait({pulling, using}, return_when=asyncio.FIRST_EXCEPTION)
+            await asyncio.wait(ends, return_when=asyncio.FIRST_EXCEPTION)
             if using.done():
                 using.result()
             await pulling
@@ -310,7 +311,7 @@ class VersionFetcher:
         finally:
             pulling.cancel()
             held.give_up()
-            await asyncio.gather(pulling, using, return_exceptions=True)
+            await asyncio.gather(*ends, return_exceptions=True)
             thread.shutdown(wait=False)
 
     async def fetch_delta_file(self, manifest: Manifest) -> HostBytes:
