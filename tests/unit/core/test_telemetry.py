@@ -185,6 +185,7 @@ def collector(kind: str) -> Iterator[str]:
 PROGRAM = """
 import sys, time
 from pathlib import Path
+from loguru import logger
 from meshrl.core.telemetry.logs import setup_logging
 from meshrl.core.telemetry import tracing as module
 from meshrl.core.telemetry.tracing import TRAIN_SPAN, setup_tracing
