@@ -354,13 +354,16 @@ async def test_group_sizes_of_environments_reach_their_requests_and_the_batch(
     assert_exact(tmp_path, 4)
 
 
-async def test_a_config_that_does_not_fit_the_services_is_refused(mesh, make_config, start) -> None:
+async def test_a_config_that_does_not_fit_the_services_is_refused_before_a_run_is_made(
+    mesh, make_config, start
+) -> None:
+    new = {"run_id": "another", "run": {"share": 1.0}}
     with pytest.raises(RunError, match=r"orchestrator.seq_len must be at most the trainer's \(64\), got 128"):
-        async with start(make_config(mesh.services, seq_len=128)):
+        async with start(make_config(mesh.services, seq_len=128, **new)):
             pass
     train = {"env": [{"id": "math"}]}
     with pytest.raises(RunError, match="names 'math', which the rollout service does not host; it has echo"):
-        async with start(make_config(mesh.services, train=train)):
+        async with start(make_config(mesh.services, train=train, **new)):
             pass
     with pytest.raises(RunError, match="run_id 'other' is not a run of the trainer; it has main"):
         async with start(make_config(mesh.services, run_id="other")):

@@ -98,8 +98,11 @@ async def wait_for_services(config: OrchestratorConfig, services: Services, wait
         trainer = await services.trainer.get_trainer()
     except MeshError as error:
         raise failed("trainer", services.trainer.address, "introducing itself", error) from error
+    environments = services.rollouts.environments()
+    check_hosted(wanted, services.rollouts.table)  # before the trainer has made a run, which would stay there
+    check_fit(environments, trainer, config.seq_len, config.eval)
     mesh = Mesh(
-        environments=services.rollouts.environments(),
+        environments=environments,
         trainer=trainer,
         run=await the_run(
             config.run_id,
@@ -110,8 +113,6 @@ async def wait_for_services(config: OrchestratorConfig, services: Services, wait
             place_s=config.deadlines.place_s,
         ),
     )
-    check_hosted(wanted, services.rollouts.table)
-    check_fit(mesh, config.seq_len, config.eval)
     logger.info(
         f"trainer {trainer.model} at step {mesh.run.step} (run {mesh.run.run_id}, {trainer.objective} loss);"
         f" environments {', '.join(mesh.environments)}"
@@ -210,16 +211,18 @@ def check_hosted(wanted: Sequence[tuple[str, str]], table: HostTable) -> None:
     )
 
 
-def check_fit(mesh: Mesh, seq_len: int, evaluated: EvalConfig | None) -> None:
+def check_fit(
+    environments: Mapping[str, EnvironmentInfo], trainer: TrainerInfo, seq_len: int, evaluated: EvalConfig | None
+) -> None:
     """Raises RunError if the config asks for what the services do not have."""
-    if seq_len > mesh.trainer.seq_len:
+    if seq_len > trainer.seq_len:
         raise RunError(
-            f"orchestrator.seq_len must be at most the trainer's ({mesh.trainer.seq_len}), got {seq_len};"
+            f"orchestrator.seq_len must be at most the trainer's ({trainer.seq_len}), got {seq_len};"
             " lower it, or raise trainer.seq_len"
         )
     if evaluated is not None:
         names = [env.resolved_name for env in evaluated.env if evaluated.num_examples_of(env) < 0]
-        infinite = [name for name in names if mesh.environments[name].num_tasks is None]
+        infinite = [name for name in names if environments[name].num_tasks is None]
         if infinite:
             raise RunError(
                 f"orchestrator.eval.num_examples must be given for {', '.join(infinite)}, which never run out of tasks"
