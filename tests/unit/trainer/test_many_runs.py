@@ -137,7 +137,7 @@ async def test_a_run_starts_from_the_weights_of_another_alone(model: str, tmp_pa
         assert torch.equal(mesh.weights("fork"), mesh.weights("odd"))
         with pytest.raises(MeshError, match="has checkpoints of steps 1, 2; save one with `meshrl run checkpoint odd`"):
             starting(mesh, "another", "odd", 9, with_optimizer=False)
-        with pytest.raises(MeshError, match="run 'main' has checkpoints of steps none"):
+        with pytest.raises(MeshError, match="run 'main' has no checkpoint; save one"):
             starting(mesh, "another", "main", with_optimizer=False)
         wide = settings.model_copy(update={"lora": RunSettings.model_validate(RUNS["wide"]).lora})
         with pytest.raises(MeshError, match="cannot start from a checkpoint"):

@@ -117,7 +117,8 @@ class RunHost:
         step = point.step if point.step is not None else max(steps, default=None)
         if source == run_id and step == max(steps, default=None):
             return None
-        problem = f"run {source!r} has checkpoints of steps {', '.join(map(str, steps)) or 'none'}"
+        known = f"checkpoints of steps {', '.join(map(str, steps))}" if steps else "no checkpoint"
+        problem = f"run {source!r} has {known}"
         if source == run_id:
             problem += " and goes on from the newest; leave spec.start_from.step out, or give the new run another name"
         elif step not in steps:
