@@ -149,7 +149,10 @@ def build_loop(
         seed=config.task_seed,
         monitor=monitor,
     )
-    kept = config.rollout_samples
+    samples = None
+    if config.rollout_samples is not None:
+        samples = RolloutSamplesWriter(config.rollout_samples, Layout(config.output_dir).rollouts)
+        samples.forget_after(journal.starting_point.recorded)
     finisher = StepFinisher(
         run,
         uploader=uploader,
@@ -161,7 +164,7 @@ def build_loop(
             run,
             monitor,
             alerts=Alerts(synchronous=run.plan.law.synchronous, ignored=config.alerts.ignore),
-            samples=None if kept is None else RolloutSamplesWriter(kept, Layout(config.output_dir).rollouts),
+            samples=samples,
             log_extras=config.log_extras,
             seq_len=config.seq_len,
             mixture=config.mixture,
