@@ -55,27 +55,18 @@ def test_a_run_trains_on_under_calls_that_make_no_sense(live_run: Run) -> None:
     assert "Traceback" not in run.console.read_text()
 
 
+def buf_curl(*arguments: str) -> str:
+    command = [BUF, "curl", "--http2-prior-knowledge", "--protocol", "grpc", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60.0)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def buf_call(run: Run, address: str, method: str, body: dict[str, Any]) -> dict[str, Any]:
     """One call by `buf curl`, with nothing but the server's reflection and an operator's token to go by."""
-    done = subprocess.run(
-        [
-            BUF,
-            "curl",
-            "--http2-prior-knowledge",
-            "--protocol",
-            "grpc",
-            "--header",
-            f"authorization: Bearer {run.secret('operator.token')}",
-            "-d",
-            json.dumps(body),
-            f"http://{address}/{method}",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=60.0,
-    )
-    assert done.returncode == 0, done.stderr
-    answer: dict[str, Any] = json.loads(done.stdout)
+    token = f"authorization: Bearer {run.secret('operator.token')}"
+    said = buf_curl("--header", token, "-d", json.dumps(body), f"http://{address}/{method}")
+    answer: dict[str, Any] = json.loads(said)
     return answer
 
 
@@ -84,21 +75,7 @@ def test_any_grpc_tool_lists_and_calls_the_services_of_a_live_run(live_run: Run)
     addresses = {program: f"127.0.0.1:{run.port(program)}" for program in ("rollout", "trainer", "weights")}
     services = {"rollout": "RolloutService", "trainer": "TrainerService", "weights": "WeightSync"}
     for program, service in services.items():
-        listed = subprocess.run(
-            [
-                BUF,
-                "curl",
-                "--http2-prior-knowledge",
-                "--protocol",
-                "grpc",
-                "--list-services",
-                f"http://{addresses[program]}",
-            ],
-            capture_output=True,
-            text=True,
-            timeout=60.0,
-            check=True,
-        ).stdout.split()
+        listed = buf_curl("--list-services", f"http://{addresses[program]}").split()
         assert {f"meshrl.v1.{service}", "grpc.health.v1.Health"} <= set(listed)
         health = buf_call(run, addresses[program], "grpc.health.v1.Health/Check", {"service": f"meshrl.v1.{service}"})
         assert health["status"] == "SERVING"

@@ -25,7 +25,7 @@ from meshrl.client.trust import Role
 from wan_rig import PERFECT, Wan, open_wan
 
 pytestmark = pytest.mark.timeout(600)
-DEADLINE_S = 120.0
+DEADLINE_S, SHORT_S = 120.0, 5
 HUB, ENTRY, EVIL = 50053, 50060, 50053
 
 
@@ -68,10 +68,11 @@ class Mesh:
         return self.meshrl(site, "join", at, *known, token=token)
 
     def call(
-        self, site: str, address: str, *more: str, tls: Path | None, method: str = "ListEngines"
+        self, site: str, address: str, *more: str, tls: Path | None, method: str = "ListEngines", deadline_s: int = 60
     ) -> tuple[bool, str]:
-        """Calls the weight hub, or who answers in its place."""
-        return self.meshrl(site, "call", "weights", method, "--address", address, "--deadline", "5", *more, tls=tls)
+        """Calls the weight hub, or who answers in its place; one with whom there is no handshake for `deadline_s`."""
+        wanted = ["--address", address, "--deadline", str(deadline_s)]
+        return self.meshrl(site, "call", "weights", method, *wanted, *more, tls=tls)
 
     def serve_at_evil(self, folder: Path) -> subprocess.Popen[str]:
         """Serves WeightSync at the attacker's address with the certificate in a folder."""
@@ -120,15 +121,23 @@ def test_a_bearer_of_tokens_gets_nothing_that_was_not_meant_for_it(wan: Wan, tmp
     }
     for of, folder in shown.items():
         server = mesh.serve_at_evil(folder)
-        tries.refused(f"pose as the hub to the victim with a certificate of {of}", *mesh.call("victim", poses, tls=box))
-        tries.refused(f"pose as a relay with a certificate of {of}", *mesh.call("victim", poses, "--relay", tls=box))
+        tries.refused(
+            f"pose as the hub to the victim with a certificate of {of}",
+            *mesh.call("victim", poses, tls=box, deadline_s=SHORT_S),
+        )
+        tries.refused(
+            f"pose as a relay with a certificate of {of}",
+            *mesh.call("victim", poses, "--relay", tls=box, deadline_s=SHORT_S),
+        )
         joining = mesh.join("victim", f"asks-{len(tries.lines)}", victims, address=poses)
         tries.refused(f"take a join token as the hub with a certificate of {of}", *joining)
         server.kill()
         server.wait(DEADLINE_S)
 
-    tries.refused("call the hub without a certificate", *mesh.call("evil", hub, tls=None))
-    tries.refused("call the hub with a certificate of its own authority", *mesh.call("evil", hub, tls=own))
+    tries.refused("call the hub without a certificate", *mesh.call("evil", hub, tls=None, deadline_s=SHORT_S))
+    tries.refused(
+        "call the hub with a certificate of its own authority", *mesh.call("evil", hub, tls=own, deadline_s=SHORT_S)
+    )
     for role, method in ("rollout", "Register"), ("rollout", "CreateVersion"), ("agent", "ActivateVersion"):
         called = mesh.call("evil", hub, tls=tmp_path / "evil" / role, method=method)
         tries.refused(f"call {method} of the hub as {role}", *called)
@@ -143,7 +152,9 @@ def test_who_is_revoked_neither_calls_nor_is_called(wan: Wan, tmp_path: Path) ->
     server = mesh.serve_at_evil(relay)
     operator = ("-o", str(mesh.out))
     tries.control("an operator calls the relay", *mesh.call("hub", at, "--relay", *operator, tls=None))
-    tries.refused("pose as the hub with a relay's certificate", *mesh.call("hub", at, *operator, tls=None))
+    tries.refused(
+        "pose as the hub with a relay's certificate", *mesh.call("hub", at, *operator, tls=None, deadline_s=SHORT_S)
+    )
     tries.control("its token is revoked", *mesh.meshrl("hub", "token", "revoke", token.partition(".")[0], *operator))
 
     def called_on(site: str, address: str, *more: str, **how: Any) -> tuple[bool, str]:
@@ -153,7 +164,7 @@ def test_who_is_revoked_neither_calls_nor_is_called(wan: Wan, tmp_path: Path) ->
             time.sleep(0.5)
         return called
 
-    tries.refused("serve on as a relay", *called_on("hub", at, "--relay", *operator, tls=None))
+    tries.refused("serve on as a relay", *called_on("hub", at, "--relay", *operator, tls=None, deadline_s=SHORT_S))
     tries.refused("call the hub on", *called_on("evil", hub, tls=relay, method="GetManifest"))
     tries.refused("join again by the token", *mesh.join("evil", "another", token))
     tries.refused("join again under the name", *mesh.join("evil", "relay", mesh.authority.trust.add_token(Role.RELAY)))

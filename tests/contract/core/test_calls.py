@@ -190,7 +190,7 @@ async def test_calls_under_a_closed_client_fail_and_the_task_that_made_them_goes
     await asyncio.gather(trainer_client.close(), client.close())
     for call in calls:
         with pytest.raises(MeshError, match="was closed") as seen:
-            await asyncio.wait_for(call, 10.0)
+            await asyncio.wait_for(call, 60.0)
         assert seen.value.reason is Reason.CANCELLED
 
 

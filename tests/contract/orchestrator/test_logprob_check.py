@@ -1,31 +1,18 @@
 """What a run does when the engines' logprobs are not the trainer's."""
 
-from collections.abc import Iterator
-
 import pytest
-from loguru import logger
 
 from meshrl.sampling.retry import RunError
 
 APART = {"mismatch_abs/all/mean": 2.3, "mismatch_abs/all/max": 9.0}
 
 
-@pytest.fixture
-def lines() -> Iterator[list[str]]:
-    found: list[str] = []
-    sink = logger.add(found.append, format="{level}|{message}")
-    yield found
-    logger.remove(sink)
-
-
-async def test_run_whose_engines_differ_says_so_once_and_goes_on(mesh, script, make_config, start, lines) -> None:
+async def test_run_whose_engines_differ_says_so_once_and_goes_on(mesh, script, make_config, start, warned) -> None:
     script.metrics |= APART
     async with start(make_config(mesh.services)) as (loop, _):
         await loop.train()
-    (warning,) = [line for line in lines if "logprobs of step" in line]
-    assert warning.startswith(
-        "WARNING|logprobs of step 1's tokens by the engines and by the trainer differ by 2.3 nats"
-    )
+    (warning,) = [line for line in warned if "logprobs of step" in line]
+    assert warning.startswith("logprobs of step 1's tokens by the engines and by the trainer differ by 2.3 nats")
     assert script.engine_version == 4
 
 

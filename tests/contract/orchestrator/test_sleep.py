@@ -24,14 +24,6 @@ async def test_engines_sleep_from_the_last_group_of_a_step_to_its_version(
     assert all(line["time/sleep_engines"] >= 0.05 for line in records(tmp_path))
 
 
-@pytest.mark.parametrize("level", [0, 1])
-async def test_nobody_sleeps_unless_asked(mesh, script, make_config, start, tmp_path, level) -> None:
-    async with start(make_config(mesh.services, max_async_level=level)) as (loop, _):
-        await loop.train()
-    assert "sleep" not in [kind for kind, _ in script.log]
-    assert not any("time/sleep_engines" in line for line in records(tmp_path))
-
-
 @pytest.mark.parametrize("reason", [Reason.INTERNAL, Reason.NOT_SUPPORTED, Reason.UNREACHABLE], ids=lambda r: r.name)
 async def test_run_goes_on_when_engines_do_not_sleep(
     mesh, script, make_config, start, tmp_path, reason, monkeypatch

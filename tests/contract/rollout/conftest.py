@@ -84,6 +84,16 @@ class ScriptedEngine:
         self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}"
         return self
 
+    def hold(self) -> asyncio.Event:
+        """Has all calls wait for the event."""
+        gate = asyncio.Event()
+
+        async def held(request: web.Request, body: object) -> None:
+            await gate.wait()
+
+        self.on_call = held
+        return gate
+
     async def stop(self) -> None:
         if self.runner is not None:
             await self.runner.cleanup()

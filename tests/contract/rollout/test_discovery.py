@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 
-from aiohttp import web
-
 from meshrl.rollout.config import RolloutConfig
 from meshrl.wire.errors import Reason
 from meshrl.wire.types import Rollout
@@ -40,15 +38,11 @@ async def test_an_engine_that_joins_gets_calls_and_one_that_leaves_gets_no_more(
     assert (len(engine.requests), len(second.requests)) == (2, 0)
     hub.name(engine, second)
     await engines_are(mesh, engine.url, second.url)
-    gate = asyncio.Event()  # until all calls are there, so that none is chosen by an answer
-
-    async def held(request: web.Request, body: object) -> None:
-        await gate.wait()
-
-    engine.on_call = second.on_call = held
+    gates = engine.hold(), second.hold()  # until all calls are there, so that none is chosen by an answer
     running = asyncio.create_task(mesh.collect(make_group(group_size=8, deadline_s=60.0)))
     await until(lambda: len(engine.requests) + len(second.requests) == 10)
-    gate.set()
+    for gate in gates:
+        gate.set()
     await running
     assert (len(engine.requests), len(second.requests)) == (6, 4)
     hub.name(second)
@@ -62,12 +56,7 @@ async def test_calls_in_flight_on_an_engine_that_leaves_the_list_are_finished_th
 ):
     hub.name(engine)
     mesh = await start_mesh([], **discovering(hub))
-    gate = asyncio.Event()
-
-    async def held(request: web.Request, body: object) -> None:
-        await gate.wait()
-
-    engine.on_call = held
+    gate = engine.hold()
     running = asyncio.create_task(mesh.collect(make_group(group_size=2, deadline_s=60.0)))
     await until(lambda: len(engine.requests) == 2)
     hub.name(second)

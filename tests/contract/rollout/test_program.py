@@ -62,12 +62,7 @@ async def test_health_follows_the_life_of_the_program(tmp_path, tokenizer_dir, e
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=program.SERVICE))
         status = health_pb2.HealthCheckResponse
         assert (await watch.read()).status == status.SERVING
-        hold = asyncio.Event()  # until the state that a drain has is seen, however late that is
-
-        async def held(request: object, body: object) -> None:
-            await hold.wait()
-
-        engine.on_call = held
+        hold = engine.hold()  # until the state that a drain has is seen, however late that is
         async with program_client(port) as client:
             events = asyncio.create_task(_collect(client, make_group()))
             await engine.arrived.get()

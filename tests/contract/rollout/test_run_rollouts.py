@@ -217,24 +217,19 @@ async def test_cancelled_groups_end_with_a_summary(start_mesh, engine, make_grou
 
 
 async def test_a_caller_that_goes_away_cancels_its_group(start_mesh, engine, make_group):
-    engine.delay_s = 60.0
+    engine.delay_s = 600.0
     mesh = await start_mesh([engine])
-    task = asyncio.create_task(mesh.collect(make_group(group_size=2)))
+    task = asyncio.create_task(mesh.collect(make_group(group_size=2, deadline_s=300.0)))
     await engine.arrived.get()
     await engine.arrived.get()
     task.cancel()
-    async with asyncio.timeout(20.0):  # sooner than the drain, or the engine, would end it
-        await mesh.runner.drain(40.0)
+    async with asyncio.timeout(60.0):  # sooner than the drain, or the engine, would end it
+        await mesh.runner.drain(300.0)
     assert (await mesh.client.get_status()).running == 0
 
 
 async def test_a_full_queue_refuses_and_takes_work_again_later(start_mesh, engine, make_group):
-    gate = asyncio.Event()
-
-    async def held(request, body):
-        await gate.wait()
-
-    engine.on_call = held
+    gate = engine.hold()
     mesh = await start_mesh([engine], max_concurrent=1, max_queued=1)
     first = asyncio.create_task(mesh.collect(make_group(group_size=2)))
     await engine.arrived.get()
@@ -247,12 +242,7 @@ async def test_a_full_queue_refuses_and_takes_work_again_later(start_mesh, engin
 
 
 async def test_a_draining_server_finishes_what_runs_and_refuses_more(start_mesh, engine, make_group):
-    gate = asyncio.Event()
-
-    async def held(request, body):
-        await gate.wait()
-
-    engine.on_call = held
+    gate = engine.hold()
     mesh = await start_mesh([engine])
     running = asyncio.create_task(mesh.collect(make_group()))
     await engine.arrived.get()

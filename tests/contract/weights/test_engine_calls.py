@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import urllib.request
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
-from loguru import logger
 
 from meshrl.client.credentials import CredentialFiles, credentials_of
 from meshrl.client.trust import Role, TrustFile
@@ -86,15 +85,6 @@ async def second_mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
     await second.close()
 
 
-@pytest.fixture
-def lines() -> Iterator[list[str]]:
-    """What is logged."""
-    heard: list[str] = []
-    sink = logger.add(heard.append, format="{level} {message}", level="INFO")
-    yield heard
-    logger.remove(sink)
-
-
 @asynccontextmanager
 async def calling(mesh: Mesh, *urls: str, key: str = KEY, token: str | None = None) -> AsyncIterator[None]:
     stop = asyncio.Event()
@@ -108,7 +98,7 @@ async def calling(mesh: Mesh, *urls: str, key: str = KEY, token: str | None = No
     await asyncio.wait_for(task, DEADLINE_S)
 
 
-async def test_what_speaks_no_http_is_called_again(mesh: Mesh, lines: list[str]) -> None:
+async def test_what_speaks_no_http_is_called_again(mesh: Mesh, said: list[str]) -> None:
     async def speak(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"SSH-2.0-other\r\n")
         writer.close()
@@ -116,11 +106,11 @@ async def test_what_speaks_no_http_is_called_again(mesh: Mesh, lines: list[str])
     async with await asyncio.start_server(speak, "127.0.0.1", 0) as other:
         url = f"http://127.0.0.1:{other.sockets[0].getsockname()[1]}"
         async with calling(mesh, url):
-            await mesh.until(lambda: any(f"engine {url} does not answer" in line for line in lines), DEADLINE_S)
+            await mesh.until(lambda: any(f"engine {url} does not answer" in line for line in said), DEADLINE_S)
 
 
 async def test_an_engine_follows_the_hub_that_calls_and_then_the_next(
-    mesh: Mesh, second_mesh: Mesh, kept: Kept, lines: list[str]
+    mesh: Mesh, second_mesh: Mesh, kept: Kept, said: list[str]
 ) -> None:
     """Both runs have a version 1: that of the first is not taken for that of the second."""
     for number, hub in enumerate((mesh, second_mesh)):
@@ -135,7 +125,7 @@ async def test_an_engine_follows_the_hub_that_calls_and_then_the_next(
             assert [engine.routable for engine in hub.hub.list_engines("")] == [True]
             answer = await kept.version()
             assert (answer["version"], answer["hub"], answer["hub_is_there"]) == (1, f"127.0.0.1:{hub.port}", True)
-            assert any(f"engine {kept.url} follows this hub" in line for line in lines)
+            assert any(f"engine {kept.url} follows this hub" in line for line in said)
         await publisher.close()
         await hub.kill_hub()
         await hub.until(lambda: kept.follower.hub is None, DEADLINE_S)  # it gives the hub up after a while
@@ -143,12 +133,12 @@ async def test_an_engine_follows_the_hub_that_calls_and_then_the_next(
 
 
 async def test_a_hub_does_not_take_an_engine_from_another_that_is_there(
-    mesh: Mesh, second_mesh: Mesh, kept: Kept, lines: list[str]
+    mesh: Mesh, second_mesh: Mesh, kept: Kept, said: list[str]
 ) -> None:
     async with calling(mesh, kept.url):
         await mesh.until_registered()
         async with calling(second_mesh, kept.url):
-            await mesh.until(lambda: any("whose run is going on" in line for line in lines), DEADLINE_S)
+            await mesh.until(lambda: any("whose run is going on" in line for line in said), DEADLINE_S)
             assert kept.follower.hub == f"127.0.0.1:{mesh.port}"
             assert second_mesh.hub.list_engines("") == ()
         await mesh.kill_hub()
@@ -183,7 +173,7 @@ async def test_a_hub_at_the_same_address_that_wants_another_token_is_followed_at
             await mesh.until_registered()
 
 
-async def test_who_cannot_follow_is_named_once(mesh: Mesh, kept: Kept, lines: list[str]) -> None:
+async def test_who_cannot_follow_is_named_once(mesh: Mesh, kept: Kept, warned: list[str]) -> None:
     async def version(_request: web.Request) -> web.Response:
         return web.json_response({"version": "0.11"})
 
@@ -194,9 +184,9 @@ async def test_who_cannot_follow_is_named_once(mesh: Mesh, kept: Kept, lines: li
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     async with calling(mesh, url, kept.url, "http://127.0.0.1:1", key="wrong"):
-        await mesh.until(lambda: len([line for line in lines if line.startswith("WARNING engine ")]) >= 3, DEADLINE_S)
+        await mesh.until(lambda: len([line for line in warned if line.startswith("engine ")]) >= 3, DEADLINE_S)
         await asyncio.sleep(0.2)  # several rounds
-    said = [line for line in lines if line.startswith("WARNING engine ")]
+    said = [line for line in warned if line.startswith("engine ")]
     assert len(said) == 3
     assert any(f"{url} gets no versions: it has no POST /follow_hub" in line for line in said)
     assert any("refused to follow (401): the Authorization header must carry" in line for line in said)

@@ -73,7 +73,7 @@ class HashedOnceTheLoopHasTurned(VersionBytes):
     def _check(self, *chunk_and_data: Any) -> None:
         turned = threading.Event()
         self.loop.call_soon_threadsafe(turned.set)
-        assert turned.wait(10.0), "the event loop stands still while a chunk is hashed"
+        assert turned.wait(60.0), "the event loop stands still while a chunk is hashed"
         super()._check(*chunk_and_data)
 
 
@@ -141,7 +141,7 @@ async def test_a_delta_is_used_while_the_rest_of_it_comes_and_let_go_where_it_do
 
     def checked_once_used(held: VersionBytes, chunk: Any, data: Any) -> None:
         if chunk.offset:
-            assert used.wait(10.0), "the first chunk was not used before the others came"
+            assert used.wait(60.0), "the first chunk was not used before the others came"
             if breaks:
                 raise MeshError(Reason.UNKNOWN_VERSION, "the bytes are gone")
         check(held, chunk, data)
