@@ -10,7 +10,7 @@ import pytest
 from opentelemetry import trace
 
 from local_ports import free_port
-from meshrl.core.config.shared import ServerConfig, ServicesConfig
+from meshrl.core.config.shared import ServicesConfig
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.core.telemetry.monitor import JsonlSink, Monitor
 from meshrl.core.telemetry.waits import Waits
@@ -21,9 +21,8 @@ from meshrl.orchestrator.ledger.writer import LedgerWriter
 from meshrl.orchestrator.loop import RunLoop
 from meshrl.orchestrator.peers.connect import connect, wait_for_services
 from meshrl.orchestrator.work.recipes import build_recipes
-from meshrl.v1 import rollout_pb2_grpc, trainer_pb2_grpc, weights_pb2_grpc
 from meshrl.wire.types import Batch
-from scripted_services import RolloutServicer, Script, TrainerServicer, WeightsServicer, make_journal
+from scripted_services import RolloutServicer, Script, TrainerServicer, WeightsServicer, make_journal, start_server
 
 Started = tuple[RunLoop, Journal]
 
@@ -42,44 +41,19 @@ class RunningMesh:
 
     async def start_trainer(self, step: int) -> None:
         """Another process of the trainer, at the same address, from the checkpoint of `step`."""
-        host, _, port = self.services.trainer.rpartition(":")
+        port = int(self.services.trainer.rpartition(":")[2])
         self.trainer = TrainerServicer(self.script, epoch=self.trainer.book.epoch + 1, step=step)
-        self.servers["trainer"] = await serve_trainer(self.trainer, ServerConfig(host=host, port=int(port)))
+        self.servers["trainer"] = await start_server(self.trainer, port)
         self.training = asyncio.create_task(self.trainer.train())
-
-
-async def serve_trainer(trainer: TrainerServicer, config: ServerConfig) -> GrpcServer:
-    server = GrpcServer(config)
-    server.add("meshrl.v1.TrainerService", trainer_pb2_grpc.add_TrainerServiceServicer_to_server, trainer)
-    await server.start()
-    server.set_serving()
-    return server
 
 
 @asynccontextmanager
 async def serve(script: Script) -> AsyncIterator[RunningMesh]:
-    parts = {
-        "rollout": (
-            "meshrl.v1.RolloutService",
-            rollout_pb2_grpc.add_RolloutServiceServicer_to_server,
-            RolloutServicer(script),
-        ),
-        "weights": (
-            "meshrl.v1.WeightSync",
-            weights_pb2_grpc.add_WeightSyncServicer_to_server,
-            WeightsServicer(script),
-        ),
-    }
-    servers, addresses = {}, {}
-    for name, (service, adder, servicer) in parts.items():
-        servers[name] = GrpcServer(ServerConfig(port=0))
-        servers[name].add(service, adder, servicer)
-        addresses[name] = f"127.0.0.1:{await servers[name].start()}"
-        servers[name].set_serving()
     trainer = TrainerServicer(script)
-    port = free_port()
-    addresses["trainer"] = f"127.0.0.1:{port}"
-    servers["trainer"] = await serve_trainer(trainer, ServerConfig(port=port))
+    servicers = {"rollout": RolloutServicer(script), "weights": WeightsServicer(script), "trainer": trainer}
+    ports = {name: free_port() for name in servicers}
+    servers = {name: await start_server(servicer, ports[name]) for name, servicer in servicers.items()}
+    addresses = {name: f"127.0.0.1:{port}" for name, port in ports.items()}
     training = asyncio.create_task(trainer.train())
     running = RunningMesh(
         script=script, services=ServicesConfig(**addresses), servers=servers, trainer=trainer, training=training

@@ -10,7 +10,9 @@ from typing import Any
 import grpc
 import numpy as np
 
+from meshrl.core.config.shared import ServerConfig
 from meshrl.core.paths import Layout
+from meshrl.core.rpc.serve import GrpcServer
 from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.orchestrator.ledger.journal import Journal
 from meshrl.orchestrator.ledger.open_run import open_journal
@@ -319,6 +321,20 @@ class WeightsServicer(weights_pb2_grpc.WeightSyncServicer):
         applied = ApplyReport(version=version, root=b"r", pause_s=0.001, prepare_s=0.002, requests_kept=0)
         report = EngineReport(engine_id="e0", applied=applied)
         return convert.to_proto(Activation(version=info, engines=(report,), commit_s=0.003, lag_s=0.004))
+
+
+async def start_server(servicer: RolloutServicer | TrainerServicer | WeightsServicer, port: int) -> GrpcServer:
+    server = GrpcServer(ServerConfig(port=port))
+    match servicer:
+        case RolloutServicer():
+            server.add("meshrl.v1.RolloutService", rollout_pb2_grpc.add_RolloutServiceServicer_to_server, servicer)
+        case TrainerServicer():
+            server.add("meshrl.v1.TrainerService", trainer_pb2_grpc.add_TrainerServiceServicer_to_server, servicer)
+        case WeightsServicer():
+            server.add("meshrl.v1.WeightSync", weights_pb2_grpc.add_WeightSyncServicer_to_server, servicer)
+    await server.start()
+    server.set_serving()
+    return server
 
 
 def ticket(group_id: str = "g", *, size: int, environment: str = "echo", seed: int | None = None) -> GroupTicket:

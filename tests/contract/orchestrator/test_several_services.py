@@ -10,21 +10,19 @@ import pytest
 
 from local_ports import free_port
 from meshrl.core.clock import Clock
-from meshrl.core.config.shared import ServerConfig
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.sampling import pool as pool_module
 from meshrl.sampling.hosts import HostState
 from meshrl.sampling.pool import RolloutPool
 from meshrl.sampling.retry import RunError
 from meshrl.sampling.sampler import RolloutSampler
-from meshrl.v1 import rollout_pb2_grpc
 from meshrl.wire import convert
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.program_state import WaitState
 from meshrl.wire.types import RolloutRequest, Sampling
 from polling import until
 from run_output import assert_exact
-from scripted_services import RolloutServicer, Script, ticket
+from scripted_services import RolloutServicer, Script, start_server, ticket
 
 PATIENT = {"unreachable_s": 60.0}
 
@@ -50,11 +48,7 @@ class Host:
         return f"127.0.0.1:{self.port}"
 
     async def start(self) -> None:
-        self.server = GrpcServer(ServerConfig(port=self.port))
-        adder = rollout_pb2_grpc.add_RolloutServiceServicer_to_server
-        self.server.add("meshrl.v1.RolloutService", adder, HostServicer(self))
-        await self.server.start()
-        self.server.set_serving()
+        self.server = await start_server(HostServicer(self), self.port)
 
     async def kill(self) -> None:
         assert self.server is not None
