@@ -37,6 +37,4 @@ def test_start_begins_with_the_process() -> None:
     before_s = time.time()
     began_s = float(subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=True).stdout)
     assert before_s - 0.1 < began_s < time.time() - 0.4  # the kernel counts hundredths of a second
-    assert (
-        abs(process_began_s() - Start().phases[0].began_s) < 5.0
-    )  # of a process that may be kept waiting between two looks
+    assert abs(process_began_s() - Start().phases[0].began_s) < 5.0  # it may be kept waiting between two clocks
