@@ -77,21 +77,3 @@ def test_bytes_that_are_no_frame_are_the_engines_fault(damaged: bytes, words: st
     with pytest.raises(MeshError, match=words) as caught:
         decode(damaged)
     assert caught.value.reason is Reason.ENGINE_FAILED
-
-
-def test_frame_of_a_prompt_that_its_own_version_computed_is_as_it_always_was() -> None:
-    """A prompt version takes eight bytes behind the spans, and only where it differs."""
-
-    def frame(prompt_version: int | None) -> bytes:
-        span = VersionSpan(start=0, end=1, version=9, prompt_version=prompt_version)
-        choice = FrameChoice(
-            token_ids=np.array([5], np.int32), logprobs=None, version_spans=(span,), finish_reason="stop"
-        )
-        return encode(CompletionFrame(request_id="r", prompt_tokens=2, choices=(choice,)))
-
-    plain, older = frame(None), frame(7)
-    assert plain.hex() == (
-        "4d524346 0100 0000 01000000 02000000 01000000 00000000 7200000000000000"
-        "01000000 01000000 ffffffffffffffff 01 00 000000000000 00000000 01000000 0900000000000000 05000000"
-    ).replace(" ", "")
-    assert older == plain[:49] + b"\x04" + plain[50:72] + (7).to_bytes(8, "little") + plain[72:]

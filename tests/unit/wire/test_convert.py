@@ -1,4 +1,4 @@
-"""Samples are checked as they are read; single spans and times keep their meaning."""
+"""Samples are checked as they are read."""
 
 import dataclasses
 
@@ -51,12 +51,3 @@ class TestSamples:
         start, end = content
         span = MessageSpan(start=1, end=4, role="tool", content_start=start, content_end=end)
         assert self.refuse(message_spans=(span,)) == ["samples[0].message_spans[0]"]
-
-
-@pytest.mark.parametrize("prompt_version", [None, 0, 2])
-def test_span_keeps_which_version_computed_the_prompt(prompt_version):
-    span = VersionSpan(start=1, end=3, version=3, prompt_version=prompt_version)
-    message = convert.to_proto(make_sample(version_spans=(span,)))
-    assert convert.from_proto(Sample, message).version_spans == (span,)
-    tail = "" if prompt_version is None else f"20{prompt_version:02x}"
-    assert message.version_spans[0].SerializeToString().hex() == f"080110031803{tail}"
