@@ -1,10 +1,10 @@
-"""Ends processes whose parent or peer is gone, and removes their files.
+"""Ends processes whose parent is gone, and removes their files.
 
-Ranks and processes of `multiprocessing` watch their peers and parent themselves. Others are ended by a guardian beside
-their starter: this file as a script, with the standard library alone, `orphans.py GRACE_S LOCK_FILE MARK FOLDER...`. It
-reads from stdin `+PID` for a process group that was started, `-PID` for one that is gone. At the end of stdin groups
-that are left are asked to end and killed after the grace, processes with MARK in their environment killed, and the
-folders removed, unless another process has LOCK_FILE locked.
+Processes of `multiprocessing` watch their parent themselves. Others are ended by a guardian beside their starter: this
+file as a script, with the standard library alone, `orphans.py GRACE_S LOCK_FILE MARK FOLDER...`. It reads from stdin
+`+PID` for a process group that was started, `-PID` for one that is gone. At the end of stdin groups that are left are
+asked to end and killed after the grace, processes with MARK in their environment killed, and the folders removed,
+unless another process has LOCK_FILE locked.
 """
 
 from __future__ import annotations
@@ -12,23 +12,15 @@ from __future__ import annotations
 import fcntl
 import os
 import secrets
-import select
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Protocol
-
-POLL_S = 0.25
-
-AGENT_PID = "MESHRL_AGENT_PID"
-"""Variable by which our agent names itself to its ranks."""
 
 RUN_MARK = "MESHRL_RUN_MARK"
 WORKER_MARK = "MESHRL_WORKER_MARK"
@@ -39,143 +31,6 @@ ORPHANED = 70
 
 END_POLL_S = 0.05
 CLOSE_DEADLINE_S = 30.0
-
-LOST_PEER = 75  # exit code of a rank that leaves because another one did; tells the agent whose fault it was not
-TIE_DEADLINE_S = 60.0
-KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # a machine that is unplugged says no goodbye
-_LEAVING = b"."
-_TOKEN_BYTES = 16
-_RANK_BYTES = 4
-
-
-class WatchedRanks(Protocol):
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def world_size(self) -> int: ...
-
-    def broadcast(self, data: bytes | None) -> bytes:
-        """Rank 0's bytes on every rank."""
-
-
-class Lifeline:
-    """A rank's silent connections to the others of its training group; one that breaks ends the process. A collective
-    that waits for a dead rank may hang for minutes, in code that no signal reaches."""
-
-    def __init__(self, peers: Mapping[socket.socket, str], parent: int | None) -> None:
-        self._peers = dict(peers)
-        self._parent = parent
-        self._released = threading.Event()
-        if self._peers or parent is not None:
-            threading.Thread(target=self._watch, name="lifeline", daemon=True).start()
-
-    @classmethod
-    def tie(cls, ranks: WatchedRanks, environment: Mapping[str, str]) -> Lifeline:
-        """Connects this rank with rank 0; collective. An agent, which is the parent process, is watched as well."""
-        parent = _agent_of(environment)
-        peers: dict[socket.socket, str] = {}
-        if ranks.world_size > 1:
-            peers = _accept_all(ranks, environment) if ranks.rank == 0 else _connect(ranks)
-        return cls(peers, parent)
-
-    def release(self) -> None:
-        """An orderly end: from here on neither this rank's end nor another's alarms."""
-        self._released.set()
-        for peer in self._peers:
-            try:
-                peer.send(_LEAVING)
-                peer.close()
-            except OSError:  # it left first
-                continue
-
-    def _watch(self) -> None:
-        watched = dict(self._peers)
-        while not self._released.is_set():
-            if self._parent is not None and os.getppid() != self._parent:
-                self._report("the agent that started this rank is gone")
-                return
-            if not watched:
-                time.sleep(POLL_S)
-                continue
-            try:
-                readable, _, _ = select.select(list(watched), [], [], POLL_S)
-            except (OSError, ValueError):  # closed by release
-                return
-            for peer in readable:
-                if not _says_goodbye(peer):
-                    self._report(f"{watched[peer]} is gone")
-                    return
-                del watched[peer]
-
-    def _report(self, what: str) -> None:
-        if not self._released.is_set():
-            _leave(what)
-
-
-def end_with_agent(environment: Mapping[str, str]) -> None:
-    """Ends this process soon after the agent of ours that has started it, even when that is gone already. Called
-    before anything that takes time: ranks that import torch or look for each other would wait for minutes."""
-    if AGENT_PID in environment:
-        Lifeline({}, _agent_of(environment))
-
-
-def _agent_of(environment: Mapping[str, str]) -> int | None:
-    if AGENT_PID in environment:
-        return int(environment[AGENT_PID])
-    return os.getppid() if "TORCHELASTIC_RUN_ID" in environment else None
-
-
-def _leave(what: str) -> None:
-    from loguru import logger  # a guardian has the standard library alone
-
-    logger.error("{}; a training group ends as a whole, so this rank leaves too", what)
-    os._exit(LOST_PEER)
-
-
-def _says_goodbye(peer: socket.socket) -> bool:
-    try:
-        return peer.recv(1) == _LEAVING
-    except OSError:  # reset, or the machine does not answer any more
-        return False
-
-
-def _accept_all(ranks: WatchedRanks, environment: Mapping[str, str]) -> dict[socket.socket, str]:
-    one_machine = environment.get("LOCAL_WORLD_SIZE") == str(ranks.world_size)
-    host = "127.0.0.1" if one_machine else environment.get("MASTER_ADDR", "127.0.0.1")
-    family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    token = os.urandom(_TOKEN_BYTES)
-    peers: dict[socket.socket, str] = {}
-    with socket.create_server(address[:2], family=family, backlog=ranks.world_size) as server:
-        server.settimeout(TIE_DEADLINE_S)
-        ranks.broadcast(token + f"{host} {server.getsockname()[1]}".encode())
-        while len(peers) < ranks.world_size - 1:
-            peer, _ = server.accept()
-            peer.settimeout(TIE_DEADLINE_S)
-            hello = peer.recv(_TOKEN_BYTES + _RANK_BYTES, socket.MSG_WAITALL)
-            if hello[:_TOKEN_BYTES] != token:  # a stranger on this port
-                peer.close()
-                continue
-            peers[_kept_alive(peer)] = f"rank {int.from_bytes(hello[_TOKEN_BYTES:], 'little')}"
-    return peers
-
-
-def _connect(ranks: WatchedRanks) -> dict[socket.socket, str]:
-    told = ranks.broadcast(None)
-    host, port = told[_TOKEN_BYTES:].decode().split()
-    peer = socket.create_connection((host, int(port)), timeout=TIE_DEADLINE_S)
-    peer.sendall(told[:_TOKEN_BYTES] + ranks.rank.to_bytes(_RANK_BYTES, "little"))
-    return {_kept_alive(peer): "rank 0"}
-
-
-def _kept_alive(peer: socket.socket) -> socket.socket:
-    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in KEEP_ALIVE.items():
-        option = getattr(socket, name, None)  # macOS lacks some
-        if option is not None:
-            peer.setsockopt(socket.IPPROTO_TCP, option, value)
-    peer.settimeout(None)
-    return peer
 
 
 def end_with_parent(*, whole_group: bool = False) -> None:

@@ -14,7 +14,6 @@ from meshrl.algorithms.losses import cross_entropy_loss
 from meshrl.algorithms.objective import Objective
 from meshrl.core.config import dump_toml
 from meshrl.core.config.shared import log_extras_of
-from meshrl.core.orphans import Lifeline
 from meshrl.core.paths import Layout
 from meshrl.core.private_folders import short_socket_paths
 from meshrl.core.program import draining_signals, exit_code_of, leave, raise_open_file_limit
@@ -32,6 +31,7 @@ from meshrl.sft.loop import FINAL, SFTLoop
 from meshrl.training.bench.run import bench_program
 from meshrl.training.checkpoints.checkpointer import CheckpointError
 from meshrl.training.learner import StepError, UpdateError
+from meshrl.training.parallel.lifeline import Lifeline
 from meshrl.training.parallel.rank_group import RankGroup
 from meshrl.training.start import join_group, load_run, open_checkpoints
 

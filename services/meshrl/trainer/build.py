@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerBase
 
 from meshrl.core.config import ConfigError
 from meshrl.core.config.shared import ModelConfig
-from meshrl.core.orphans import Lifeline
 from meshrl.models.adapters import AdapterHolder
 from meshrl.models.load import ModelError, load_tokenizer, resolve_dtype
 from meshrl.models.logprobs import PackedPolicy
@@ -26,6 +25,7 @@ from meshrl.training.bench.fake_data import fake_batch
 from meshrl.training.checkpoints.checkpointer import CheckpointError
 from meshrl.training.learner import Learner
 from meshrl.training.model_config import CompileConfig
+from meshrl.training.parallel.lifeline import Lifeline
 from meshrl.training.parallel.rank_group import RankGroup
 from meshrl.training.start import join_group, load_run, open_checkpoints
 from meshrl.versions.collective.digest import sum128

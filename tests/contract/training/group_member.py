@@ -21,7 +21,7 @@ with loading():
     import torch
     import torch.distributed as dist
 
-    from meshrl.core.orphans import Lifeline
+    from meshrl.training.parallel.lifeline import Lifeline
     from meshrl.training.parallel.rank_group import RankGroup
 
 TIMEOUT_S = 4

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from meshrl.core.heap import loading
-from meshrl.core.orphans import AGENT_PID, end_with_agent
 from meshrl.core.paths import Layout
 from meshrl.core.program import GROUP_LOG, keep_private, log_as, run_log
 from meshrl.core.telemetry.logs import setup_logging
 from meshrl.core.torch_environment import grow_segments, wait_briefly
 from meshrl.training.config import TrainingConfig
 from meshrl.training.parallel.deployment import is_rank, own_rank
+from meshrl.training.parallel.lifeline import AGENT_PID, end_with_agent
 
 ConfigT = TypeVar("ConfigT", bound=TrainingConfig)
 

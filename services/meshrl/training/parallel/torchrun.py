@@ -23,12 +23,12 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-from meshrl.core.orphans import AGENT_PID, LOST_PEER
 from meshrl.core.paths import Layout
 from meshrl.core.program import draining_signals
 from meshrl.core.telemetry.log_folder import log_place
 from meshrl.core.telemetry.logs import stdout_goes_beside
 from meshrl.training.parallel.deployment import DeploymentConfig
+from meshrl.training.parallel.lifeline import AGENT_PID, LOST_PEER
 
 LAST_LINES = 15
 EXIT_BARRIER_S = 30.0
