@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Protocol
 
 from loguru import logger
 
@@ -53,7 +52,7 @@ class SinkError(Exception):
     """The message names the remedy."""
 
 
-class Sink(Protocol):
+class Sink:
     """Calls come from one thread at a time, may block, and may raise."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:

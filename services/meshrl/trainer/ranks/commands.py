@@ -11,13 +11,14 @@ from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol, TypeVar, get_args
+from typing import TypeVar, get_args
 
 from pydantic import TypeAdapter
 from pydantic_core import from_json, to_json
 
 from meshrl.trainer.publishing.snapshots import PublicationSettings
 from meshrl.trainer.runs.settings import RunSettings
+from meshrl.training.parallel.rank_group import RankGroup
 from meshrl.training.parallel.sent_rows import decode_rows, encode_rows
 from meshrl.wire.types import MicroBatch
 
@@ -113,20 +114,10 @@ def decode(data: bytes) -> Command:
     return command
 
 
-class Broadcaster(Protocol):
-    """The part of a RankGroup that commands use."""
-
-    @property
-    def world_size(self) -> int: ...
-
-    def broadcast(self, data: bytes | None) -> bytes:
-        """Blocks until rank 0 sends."""
-
-
 class CommandSender:
     """Rank 0's side, for the thread that does the collectives. Sends nothing in a group of one."""
 
-    def __init__(self, ranks: Broadcaster, *, heartbeat_s: float = HEARTBEAT_S) -> None:
+    def __init__(self, ranks: RankGroup, *, heartbeat_s: float = HEARTBEAT_S) -> None:
         self._ranks = ranks
         self._heartbeat_s = heartbeat_s
 
@@ -150,7 +141,7 @@ class CommandSender:
         return future.result()
 
 
-def receive_commands(ranks: Broadcaster, carry_out: Callable[[WorkCommand], None]) -> None:
+def receive_commands(ranks: RankGroup, carry_out: Callable[[WorkCommand], None]) -> None:
     """Carries out rank 0's commands until StopCommand."""
     while True:
         command = decode(ranks.broadcast(None))
