@@ -136,9 +136,8 @@ def releaser(device: torch.device, *, wanted: bool) -> Callable[[], None]:
 def compile_kernels(learner: Learner, *, seq_len: int) -> None:
     """Compiles the kernels of a step, and that of versions' digests, while engines still load.
 
-    After rows of two lengths torch.compile has a graph for lengths near the second: on a GPU it joins reductions by
-    their sizes. Of Qwen3-0.6B lengths below 2,560, below 5,120 and above each have one. The learner is not changed.
-    Outside a group, lengths that memory is too short for are left out: a step's rows may be shorter.
+    On a GPU torch.compile joins reductions by their sizes, so a graph serves lengths near its own. Of Qwen3-0.6B
+    lengths below 2,560, below 5,120 and above each have one. Outside a group, lengths without room are left out.
     """
     started = time.perf_counter()
     vocab_size = int(learner.model.config.get_text_config().vocab_size)

@@ -25,7 +25,6 @@ def test_rows_of_the_run_need_no_graph_that_the_start_has_not_made(tmp_path: Pat
 
 
 def test_a_row_without_room_does_not_end_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU that an engine shares and leaves to the trainer later, or for a seq_len that no row reaches."""
     learner = build(save_model(tmp_path, num_hidden_layers=1)).learner
     passed: list[int] = []
 
