@@ -2,7 +2,7 @@
 
 import asyncio
 import uuid
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +13,7 @@ import numpy as np
 from meshrl.core.config.shared import ServerConfig
 from meshrl.core.paths import Layout
 from meshrl.core.rpc.serve import GrpcServer
+from meshrl.core.waiting import set_within
 from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.orchestrator.ledger.journal import Journal
 from meshrl.orchestrator.ledger.open_run import open_journal
@@ -84,7 +85,7 @@ class Script:
     batches: dict[int, list[str]] = field(default_factory=dict)
     in_flight: int = 0
     cancelled: int = 0
-    cancelled_groups: set[str] = field(default_factory=set)
+    cancelled_groups: defaultdict[str, asyncio.Event] = field(default_factory=lambda: defaultdict(asyncio.Event))
     refused: Counter[str] = field(default_factory=Counter)
     engines: int = 1
     slots: int | None = 16
@@ -118,7 +119,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         return rollout_pb2.GetRolloutStatusResponse(max_concurrent=self.script.slots)
 
     async def CancelRollouts(self, request, context):  # noqa: N802 - the name is gRPC's
-        self.script.cancelled_groups |= set(request.group_ids)
+        for group_id in request.group_ids:
+            self.script.cancelled_groups[group_id].set()
         return rollout_pb2.CancelRolloutsResponse(cancelled=len(request.group_ids))
 
     async def RunRollouts(self, message, context):  # noqa: N802 - the name is gRPC's
@@ -139,8 +141,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             finished = failed = 0
             for place in range(request.group_size):
                 version = script.engine_version
-                await asyncio.sleep(script.rollout_s + script.delay(request))
-                if request.group_id in script.cancelled_groups:
+                stop = script.cancelled_groups[request.group_id]
+                if await set_within(stop, script.rollout_s + script.delay(request)):
                     break
                 if script.fails(request, place):
                     failed += 1

@@ -200,7 +200,7 @@ async def test_a_dead_service_is_named_within_seconds(mesh, script, make_config,
 
 
 async def test_stopping_cancels_what_is_in_flight(mesh, script, make_config, start) -> None:
-    script.rollout_s = 5.0
+    script.rollout_s = 600.0
     async with start(make_config(mesh.services)) as (loop, journal):
         running = asyncio.create_task(loop.train())
         await until(lambda: script.in_flight >= 6)
@@ -372,11 +372,11 @@ async def test_a_config_that_does_not_fit_the_services_is_refused_before_a_run_i
 
 async def test_groups_that_would_come_back_too_old_are_cancelled(mesh, script, make_config, start) -> None:
     script.step_s = 0.01
-    script.delay = lambda request: 0.3 if request.task_index % 3 == 0 and script.engine_version == 0 else 0.0
+    script.delay = lambda request: 600.0 if request.task_index % 3 == 0 and script.engine_version == 0 else 0.0
     config = make_config(mesh.services, max_async_level=2, max_off_policy_steps=0, max_steps=3)
     async with start(config) as (loop, journal):
         await loop.train()
-    assert script.cancelled_groups
+    assert any(stop.is_set() for stop in script.cancelled_groups.values())
     assert journal.ledger.balance().cancelled > 0
     assert journal.ledger.balance().exact
     assert set(staleness(script)) == {0}
