@@ -27,15 +27,12 @@ from meshrl.environments.tool_connections import ToolConnections
 from meshrl.wire.values import JsonObject
 
 __all__ = [
-    "ChatMessage",
     "HarnessHost",
     "InProcessHarness",
     "InProcessHarnessConfig",
     "hosted_by",
     "open_connections",
 ]
-
-ChatMessage = dict[str, Any]
 
 TOOL_DISCOVERY_DEADLINE_S = 60.0
 OK = ProgramResult(exit_code=0, stdout="", stderr="")
@@ -105,7 +102,7 @@ class ChatSession(HarnessSession):  # type: ignore[misc]  # verifiers is untyped
         self._tools: list[JsonObject] = []
         self._dispatch: dict[str, tuple[str, str]] = {}
         self._servers: dict[str, MCPConnection] = {}
-        self._messages: list[ChatMessage] = []
+        self._messages: list[JsonObject] = []
         system, prompt = self.harness.resolve_prompt(self.data)
         if system:
             self._messages.append({"role": "system", "content": system})
@@ -172,7 +169,7 @@ class ChatSession(HarnessSession):  # type: ignore[misc]  # verifiers is untyped
         except aiohttp.ClientError as error:
             raise InterceptionError(f"no answer from the interception server at {url}: {error}") from error
 
-    async def _use_tool(self, call: ToolCall) -> ChatMessage:
+    async def _use_tool(self, call: ToolCall) -> JsonObject:
         name, arguments = call.name, call.arguments or "{}"
         try:
             parsed = json.loads(arguments)
@@ -201,7 +198,7 @@ class ChatSession(HarnessSession):  # type: ignore[misc]  # verifiers is untyped
         finally:
             self._host.doing(self.trace.id, "")
 
-    async def _gate(self, call_id: str, name: str, arguments: object) -> ChatMessage | None:
+    async def _gate(self, call_id: str, name: str, arguments: object) -> JsonObject | None:
         if not self.tool_interception_url:
             return None
         query = {"tool_call_id": call_id, "name": name, "arguments": arguments}
@@ -211,5 +208,5 @@ class ChatSession(HarnessSession):  # type: ignore[misc]  # verifiers is untyped
         verdict = json.loads(raw)
         if verdict["action"] == "stop":
             raise HarnessError(f"tool gate stopped the rollout: {verdict['reason']}")
-        denied: ChatMessage | None = verdict["message"] if verdict["action"] == "deny" else None
+        denied: JsonObject | None = verdict["message"] if verdict["action"] == "deny" else None
         return denied

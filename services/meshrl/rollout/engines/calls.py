@@ -207,8 +207,3 @@ class SessionBook(dict[str, Session]):
         """Notes the wait of the agent's harness; "" ends it."""
         if (session := self.get(session_id)) is not None:
             session.doing = what
-
-    def reachable(self, session_id: str) -> None:
-        """The agent has the address for its model calls; its tool servers start next."""
-        if (session := self.get(session_id)) is not None:
-            session.reachable = True

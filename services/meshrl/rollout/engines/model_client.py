@@ -184,9 +184,9 @@ class EngineInterception(Interception):  # type: ignore[misc]  # verifiers is un
 
     @asynccontextmanager
     async def acquire(self, session: RolloutSession) -> AsyncIterator[Slot]:
-        ours = session.ctx.client == self._endpoint  # an agent with an endpoint of its own keeps it
-        self._client.book.reachable(session.trace.id)
+        if (held := self._client.book.get(session.trace.id)) is not None:
+            held.reachable = True
         async with self._inner.acquire(session) as slot:
-            if ours:
+            if session.ctx.client == self._endpoint:  # an agent with an endpoint of its own keeps it
                 session.client = self._client
             yield slot
