@@ -28,7 +28,6 @@ def told(error: Exception) -> str:
 
 
 def _limit_wait(request: Any) -> None:
-    """An upload is its writer's to bound."""
     if request.method in ("GET", "HEAD"):
         waits: dict[str, float | None] = request.extensions["timeout"]
         request.extensions["timeout"] = {

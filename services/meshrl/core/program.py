@@ -182,7 +182,7 @@ async def _until_done_or_stopped(work: Work, blocking_threads: int | None) -> in
         if stop.is_set():
             logger.warning("second {}: leaving at once", signum.name)
             os._exit(128 + signum)
-        logger.info("{}: draining; once more ends the process at once", signum.name)
+        logger.info("{}: draining; a second SIGTERM or SIGINT ends the process at once", signum.name)
         stop.set()
 
     signals = draining_signals()

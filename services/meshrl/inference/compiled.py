@@ -168,5 +168,4 @@ async def share(folder: CompiledFolder, way: WeightBroadcastConfig | None) -> No
 
 
 def _hub_is_known() -> bool:
-    """Whether the hub shows a certificate of the run's authority."""
     return CredentialFiles.from_environ(os.environ).ca is not None

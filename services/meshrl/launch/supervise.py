@@ -236,7 +236,6 @@ class Supervisor:
         return all(name in self._children and self._children[name].ready.exists() for name in names)
 
     async def _run_after(self, child: _Child) -> None:
-        """The leader's own waits have the deadline."""
         while not self._serve(child.program.after):  # noqa: ASYNC110  # another process makes the file
             await asyncio.sleep(READY_POLL_S)
         if child.process.returncode is None:

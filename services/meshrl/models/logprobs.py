@@ -466,5 +466,4 @@ def _slope(
 
 
 def _compiled(function: Callable[Inputs, Result]) -> Callable[Inputs, Result]:
-    """Cheap after the first time: torch keeps the code."""
     return torch.compile(function, dynamic=True)

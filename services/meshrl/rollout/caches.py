@@ -109,7 +109,6 @@ def _cache_hash(plain: property) -> property:
 
 
 def _remove_empty_folder_first(teardown: Teardown) -> Teardown:
-    """`SubprocessRuntime.teardown`, which has a thread look through the folder."""
 
     @functools.wraps(teardown)
     async def quick(runtime: SubprocessRuntime) -> None:

@@ -241,7 +241,6 @@ def _text(message: Message) -> str:
 
 
 def _append_span(spans: list[VersionSpan], span: VersionSpan) -> None:
-    """Joins spans that touch and share a version."""
     last = spans[-1] if spans else None
     if last is not None and (last.end, last.version, None) == (span.start, span.version, span.prompt_version):
         spans[-1] = replace(last, end=span.end)

@@ -253,6 +253,5 @@ class EmbeddedEngine(Engine):
         return await asyncio.to_thread(self._weights.root)
 
     def _name_weights(self, version: int, root: bytes, *, same: bool = False) -> None:
-        """Called between two steps."""
         self._steps.table.new_weights(version, before=self._steps.version, same=same)
         self._steps.version, self.root = version, root

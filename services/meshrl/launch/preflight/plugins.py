@@ -143,7 +143,6 @@ def _tried(key: str, attempt: Callable[[], str | None]) -> Iterator[Answer]:
 
 
 def _try_loss(asked: Table) -> str | None:
-    """On two sequences of three tokens."""
     import torch
 
     from meshrl.algorithms.losses import LossInputs, load_custom_loss
@@ -166,7 +165,6 @@ def _try_loss(asked: Table) -> str | None:
 
 
 def _try_advantage(asked: Table) -> str | None:
-    """On a group of which every second rollout is right."""
     from meshrl.algorithms.advantages import load_custom_advantage
 
     size = asked.pop("group_size")

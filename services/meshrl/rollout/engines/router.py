@@ -361,7 +361,6 @@ class EngineRouter:
         self.engines.lock_out(engine.url, why)
 
     async def _capacity_in_metrics(self, engine: KnownEngine) -> EngineCapacity:
-        """Asked once each time that a foreign server comes up."""
         assert self._http is not None  # entered
         if engine.healthy:
             return engine.capacity
