@@ -152,7 +152,7 @@ def build_loop(
     samples = None
     if config.rollout_samples is not None:
         samples = RolloutSamplesWriter(config.rollout_samples, Layout(config.output_dir).rollouts)
-        samples.forget_after(journal.starting_point.recorded)
+        samples.set_aside_after(journal.starting_point.recorded)
     finisher = StepFinisher(
         run,
         uploader=uploader,

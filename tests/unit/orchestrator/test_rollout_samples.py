@@ -196,11 +196,12 @@ def test_a_trainer_gives_what_fits_and_nothing_unasked(monkeypatch: pytest.Monke
     assert set(rollout_logprobs(asking, values)) == {"short"}
 
 
-def test_files_of_steps_that_are_not_of_the_run_are_deleted(tmp_path: Path) -> None:
-    for step in (4, 5, 12):
-        (tmp_path / f"step_{step}.jsonl.zst").touch()
-    RolloutSamplesWriter(RolloutSamplesConfig(), tmp_path).forget_after(4)
-    assert [path.name for path in tmp_path.iterdir()] == ["step_4.jsonl.zst"]
+def test_files_of_steps_that_are_not_of_the_run_are_set_aside(tmp_path: Path) -> None:
+    names = [f"step_{step}.jsonl.zst" for step in (12, 4, "mine")]
+    for name in names:
+        (tmp_path / name).touch()
+    RolloutSamplesWriter(RolloutSamplesConfig(), tmp_path).set_aside_after(4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([f"superseded_{names[0]}", *names[1:]])
 
 
 def test_a_step_takes_no_more_bytes_than_it_may() -> None:

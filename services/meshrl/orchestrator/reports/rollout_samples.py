@@ -40,11 +40,12 @@ class RolloutSamplesWriter:
         self._folder = folder
         self._warned = False
 
-    def forget_after(self, step: int) -> None:
-        """Deletes the files of later steps, which are of an earlier run in the folder or were undone."""
+    def set_aside_after(self, step: int) -> None:
+        """Renames the files of later steps, which are of an earlier run in the folder or were undone."""
         for path in self._folder.glob("step_*.jsonl.zst"):
-            if int(path.name.removesuffix(".jsonl.zst").removeprefix("step_")) > step:
-                path.unlink(missing_ok=True)
+            number = path.name.removesuffix(".jsonl.zst").removeprefix("step_")
+            if number.isdecimal() and int(number) > step:
+                path.replace(path.with_name(f"superseded_{path.name}"))
 
     def request_logprobs(self, step: SubmittedStep) -> SubmittedStep:
         if step.step % self._config.interval:
