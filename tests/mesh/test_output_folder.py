@@ -27,7 +27,7 @@ def test_an_interrupt_of_a_mesh_without_a_run_given_twice_leaves_neither_process
     run.wait_for(in_memory.is_dir)
     assert "a mesh without a run" in run.log("rl")
     os.kill(run.pid("trainer"), signal.SIGSTOP)  # as in a step that takes long: it will not tidy up by itself
-    for word in ("draining; once more", "leaving at once"):
+    for word in ("draining; a second", "leaving at once"):
         run.process.send_signal(signal.SIGINT)
         deadline = time.monotonic() + 90.0
         while word not in run.log("rl") and time.monotonic() < deadline:
