@@ -13,9 +13,9 @@ RUN := $(UV) run --frozen --no-sync
 # Engine of the demo: embedded, or vllm.
 ENGINE ?= embedded
 
-# Unit tests compute: one worker a core. The others start programs and wait for them, too: two workers a core, or one
-# worker more from three cores on, since each takes two GB with its programs.
-# WORKERS=0 runs those one at a time, on a machine that has little memory or other work to do.
+# Unit tests compute: one worker a core. With the others, which start programs and wait for them: two workers a core, or
+# one worker more from three cores on, since each takes two GB with its programs.
+# WORKERS=0 runs them one at a time, on a machine that has little memory or other work to do.
 CORES := $(shell getconf _NPROCESSORS_ONLN)
 UNIT_WORKERS ?= $(shell echo $$(($(CORES) < 4 ? $(CORES) : 4)))
 WORKERS ?= $(shell echo $$(($(UNIT_WORKERS) < 3 ? 2 * $(UNIT_WORKERS) : $(UNIT_WORKERS) + 1)))
@@ -51,8 +51,7 @@ demo-runs: setup ## Train three adapters of a small model beside each other in o
 	$(RUN) python -m meshrl.launch.demo --runs $(ARGS)
 
 test: setup vllm $(BUF) $(AXE) ## Run every test that needs no GPU
-	$(RUN) pytest $(UNIT) --numprocesses $(UNIT_WORKERS) $(ARGS)
-	$(RUN) pytest -m "not gpu" --numprocesses $(WORKERS) $(addprefix --ignore=,$(UNIT)) $(ARGS)
+	$(RUN) pytest -m "not gpu" --numprocesses $(WORKERS) $(ARGS)
 
 unit: setup ## Run the tests that start no processes
 	$(RUN) pytest $(UNIT) --numprocesses $(UNIT_WORKERS) $(ARGS)
