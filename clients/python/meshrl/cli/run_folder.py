@@ -26,7 +26,7 @@ from meshrl.diagnosis.outcome import RunOutcome, outcome_of
 from meshrl.machine.addresses import local_address
 from meshrl.wire.growing_file import json_records, lines_from_the_end
 from meshrl.wire.program_state import SILENT_AFTER_S, ProgramState, read_states
-from meshrl.wire.saved_steps import steps_in
+from meshrl.wire.saved_steps import step_files, steps_in
 from meshrl.wire.values import JsonObject
 
 if TYPE_CHECKING:
@@ -239,7 +239,7 @@ class RunFolder:
 
     def sampled_steps(self) -> list[int]:
         """Steps with kept rollouts."""
-        return sorted(int(path.name.split(".")[0][5:]) for path in (self.path / "rollouts").glob("step_*.jsonl.zst"))
+        return sorted(step_files(self.path / "rollouts", ".jsonl.zst"))
 
     def samples(self, step: int) -> list[JsonObject]:
         """The kept rollouts of a step."""

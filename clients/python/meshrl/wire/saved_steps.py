@@ -27,6 +27,12 @@ def steps_in(root: Path, part: str = "") -> list[int]:
     return sorted(step for step in found if step is not None)
 
 
+def step_files(root: Path, suffix: str) -> dict[int, Path]:
+    """Files `step_N` + `suffix`, by N."""
+    found = {step_of(path.with_name(path.name.removesuffix(suffix))): path for path in root.glob(f"step_*{suffix}")}
+    return {step: path for step, path in found.items() if step is not None}
+
+
 def pin_step(weights: Path, step: int) -> None:
     """Raises OSError."""
     _marker(weights, step).touch()
@@ -39,8 +45,7 @@ def unpin_step(weights: Path, step: int) -> None:
 
 def pinned_steps(weights: Path) -> frozenset[int]:
     """None if the folder is missing."""
-    names = (path.name.removeprefix("step_").removesuffix(SUFFIX) for path in weights.glob(f"step_*{SUFFIX}"))
-    return frozenset(int(name) for name in names if name.isdecimal())
+    return frozenset(step_files(weights, SUFFIX))
 
 
 def _marker(weights: Path, step: int) -> Path:

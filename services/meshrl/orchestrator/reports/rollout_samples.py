@@ -24,6 +24,7 @@ from meshrl.core.config.schema import flag
 from meshrl.core.durable import write_file
 from meshrl.orchestrator.config import RolloutSamplesConfig
 from meshrl.orchestrator.work.batches import SubmittedStep
+from meshrl.wire.saved_steps import step_files
 from meshrl.wire.trace import parse_traceparent
 from meshrl.wire.types import MicroBatch, Rollout, Sample
 
@@ -42,9 +43,8 @@ class RolloutSamplesWriter:
 
     def set_aside_after(self, step: int) -> None:
         """Renames the files of later steps, which are of an earlier run in the folder or were undone."""
-        for path in self._folder.glob("step_*.jsonl.zst"):
-            number = path.name.removesuffix(".jsonl.zst").removeprefix("step_")
-            if number.isdecimal() and int(number) > step:
+        for number, path in step_files(self._folder, ".jsonl.zst").items():
+            if number > step:
                 path.replace(path.with_name(f"superseded_{path.name}"))
 
     def request_logprobs(self, step: SubmittedStep) -> SubmittedStep:
