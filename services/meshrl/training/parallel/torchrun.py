@@ -105,7 +105,9 @@ class RankAgent(LocalElasticAgent):
         self._draining = True
         self._drain()
         name = signal.Signals(signum).name
-        logger.info("{}: rank 0 gets SIGTERM, on which it drains; once more ends all ranks at once", name)
+        logger.info(
+            "{}: rank 0 gets SIGTERM, on which it drains; a second SIGTERM or SIGINT ends all ranks at once", name
+        )
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
         pids: dict[int, int] = super()._start_workers(worker_group)
