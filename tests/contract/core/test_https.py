@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from http_servers import stop_serving
 from meshrl.client.authority import Authority
 from meshrl.client.credentials import CredentialFiles
 from meshrl.client.names import own_hosts
@@ -39,7 +40,7 @@ async def engine(environ: dict[str, str], app: web.Application) -> AsyncIterator
         async with kept_fresh(context, environ):
             yield runner.addresses[0][1]
     finally:
-        await runner.cleanup()
+        await stop_serving(runner)
 
 
 async def certificate_shown(port: int, context: ssl.SSLContext) -> bytes:

@@ -21,6 +21,7 @@ from cryptography.x509.oid import NameOID
 
 from access_matrix import DEADLINE_S, member, serving
 from grpc_servers import served
+from http_servers import stop_serving
 from impostor import NAMES_OF_NOBODY, OTHERS_HOSTS, SPELLINGS_OF_THE_HUB, enroll
 from meshrl.client import ChannelOptions, WeightSyncClient
 from meshrl.client.authority import Authority, names_lack, request_for, save_certificate
@@ -158,7 +159,7 @@ async def engine(files: CredentialFiles) -> AsyncIterator[str]:
     try:
         yield f"https://127.0.0.1:{runner.addresses[0][1]}/health"
     finally:
-        await runner.cleanup()
+        await stop_serving(runner)
 
 
 async def test_clients_of_engines_take_only_an_agent_that_is_not_revoked_for_one(authority: Authority) -> None:

@@ -19,6 +19,7 @@ from aiohttp import web
 from opentelemetry.sdk.trace import TracerProvider
 
 from character_tokenizer import ALPHABET, END, save_character_tokenizer
+from http_servers import stop_serving
 from local_ports import free_port
 from meshrl.client import RolloutClient
 from meshrl.core.rpc.serve import GrpcServer
@@ -96,7 +97,7 @@ class ScriptedEngine:
 
     async def stop(self) -> None:
         if self.runner is not None:
-            await self.runner.cleanup()
+            await stop_serving(self.runner)
             self.runner = None
 
     async def get_version(self, request: web.Request) -> web.Response:

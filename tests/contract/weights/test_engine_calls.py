@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from http_servers import stop_serving
 from meshrl.client.credentials import CredentialFiles, credentials_of
 from meshrl.client.trust import Role, TrustFile
 from meshrl.inference.agent import follower
@@ -74,7 +75,7 @@ async def kept(request: pytest.FixtureRequest) -> AsyncIterator[Kept]:
     yield kept
     stop.set()
     await asyncio.wait_for(running, DEADLINE_S)
-    await kept.runner.cleanup()
+    await stop_serving(kept.runner)
 
 
 @pytest.fixture
@@ -191,7 +192,7 @@ async def test_who_cannot_follow_is_named_once(mesh: Mesh, kept: Kept, warned: l
     assert any(f"{url} gets no versions: it has no POST /follow_hub" in line for line in said)
     assert any("refused to follow (401): the Authorization header must carry" in line for line in said)
     assert any("http://127.0.0.1:1 does not answer" in line for line in said)
-    await runner.cleanup()
+    await stop_serving(runner)
 
 
 async def test_a_hub_that_the_engine_does_not_reach_is_refused(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
