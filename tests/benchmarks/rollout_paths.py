@@ -129,13 +129,11 @@ async def _envserver(target: Target, stack: AsyncExitStack) -> Play:
     from verifiers.v1.serve.server import EnvServer
     from verifiers.v1.utils.loaders import resolve_env_config
 
-    from meshrl.environments.harness import HarnessHost, hosted_by, open_connections
+    from meshrl.environments.harness import HarnessHost, InterceptionCalls, hosted_by
     from meshrl.environments.plugins import plugin_id
     from meshrl.environments.tool_connections import ToolConnections
 
     _let_verifiers_read_renderers()
-    http = await stack.enter_async_context(open_connections())
-    stack.enter_context(hosted_by(HarnessHost(http, ToolConnections(frozenset()), lambda trace_id, what: None)))
     config = resolve_env_config(
         {
             "id": "",
@@ -146,6 +144,14 @@ async def _envserver(target: Target, stack: AsyncExitStack) -> Play:
     )
     assert isinstance(config, vf.EnvConfig)
     server = EnvServer(config, "tcp://127.0.0.1:0")
+
+    class Interception:
+        @property
+        def servers(self) -> list[Any]:  # it makes one when it runs
+            return [server.env._interception]
+
+    calls, tools = InterceptionCalls(Interception()), ToolConnections(frozenset())
+    stack.enter_context(hosted_by(HarnessHost(calls, tools, lambda trace_id, what: None)))
     serving = asyncio.create_task(server.run())
 
     async def stop() -> None:

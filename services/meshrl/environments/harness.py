@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
-import aiohttp
+from aiohttp import web
+from multidict import CIMultiDict
 from verifiers.v1.configs.harness import HarnessConfig
 from verifiers.v1.dialects.chat import message_to_wire, parse_message
 from verifiers.v1.errors import HarnessError, InterceptionError
 from verifiers.v1.harness import Harness, HarnessSession
 from verifiers.v1.harnesses.utils.compaction import CONTEXT_OVERFLOW_MARKERS, bound_tool_message
 from verifiers.v1.harnesses.utils.mcp import MCPConnection, call_mcp
+from verifiers.v1.interception import Interception, InterceptionServer
 from verifiers.v1.runtimes import ProgramResult
 from verifiers.v1.types import Messages, ToolCall
 
@@ -30,36 +33,62 @@ __all__ = [
     "HarnessHost",
     "InProcessHarness",
     "InProcessHarnessConfig",
+    "InterceptionCalls",
     "hosted_by",
-    "open_connections",
 ]
 
 TOOL_DISCOVERY_DEADLINE_S = 60.0
 OK = ProgramResult(exit_code=0, stdout="", stderr="")
 
 
+class InterceptionCalls:
+    """Calls the handlers of interception servers in this process, since connections cost a fifth of a worker's CPU."""
+
+    def __init__(self, interception: Interception) -> None:
+        self._interception = interception
+        self._handlers = cache(_handlers_of)
+
+    async def post(self, path: str, secret: str, body: bytes) -> tuple[int, bytes]:
+        """Status and body of the answer. Raises InterceptionError when no rollout has that secret."""
+        servers = getattr(self._interception, "servers", [self._interception])  # a pool has several
+        server = next((server for server in servers if secret in server.sessions), None)
+        if server is None:
+            raise InterceptionError("the rollout has ended at the interception server")
+        # A task of its own, which the server cancels when the rollout ends.
+        response = await asyncio.create_task(self._handlers(server)[path](_Request(path, secret, body)))
+        assert isinstance(response.body, bytes)
+        return response.status, response.body
+
+
+def _handlers_of(server: InterceptionServer) -> dict[str, Callable[[_Request], Coroutine[Any, Any, web.Response]]]:
+    routes = server.runner.app.router.routes()
+    return {route.resource.canonical: route.handler for route in routes if route.method == "POST"}
+
+
+class _Request(dict[object, object]):
+    """What a handler reads of a request, without a connection that it came on."""
+
+    def __init__(self, path: str, secret: str, body: bytes) -> None:
+        self.path = path
+        self.headers = CIMultiDict({"Authorization": f"Bearer {secret}"})
+        self._read_bytes: bytes | None = body
+
+    async def read(self) -> bytes:
+        assert self._read_bytes is not None  # it is read once
+        return self._read_bytes
+
+
 @dataclass(frozen=True)
 class HarnessHost:
-    """The connections that conversations share. `doing` gets a conversation's trace id and its wait besides the model,
-    "" when that is over."""
+    """What conversations share. `doing` gets a conversation's trace id and its wait besides the model, "" when that is
+    over."""
 
-    http: aiohttp.ClientSession
+    interception: InterceptionCalls
     tools: ToolConnections
     doing: Callable[[str, str], None]
 
 
 _HOST: ContextVar[HarnessHost] = ContextVar("harness_host")
-
-
-def open_connections() -> aiohttp.ClientSession:
-    """To an interception server, one for each call at once. The only deadline for connecting is the kernel's: the
-    server is in this process, so the kernel connects or refuses at once, and a deadline of the event loop would only
-    measure its load. The rollout's own deadline ends a call."""
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0),
-        timeout=aiohttp.ClientTimeout(total=None, connect=None, sock_connect=None, sock_read=None),
-        cookie_jar=aiohttp.DummyCookieJar(),
-    )
 
 
 @contextmanager
@@ -147,7 +176,7 @@ class ChatSession(HarnessSession):  # type: ignore[misc]  # verifiers is untyped
         body: dict[str, object] = {"model": self.ctx.model, "messages": self._messages}
         if self._tools:
             body["tools"] = self._tools
-        status, raw = await self._post(f"{self.endpoint}/chat/completions", body)
+        status, raw = await self._post("/v1/chat/completions", body)
         if status == 200:
             message = json.loads(raw)["choices"][0]["message"]
             self._messages.append(message)
@@ -161,13 +190,8 @@ class ChatSession(HarnessSession):  # type: ignore[misc]  # verifiers is untyped
             return []
         raise HarnessError(f"model call answered {status}: {refusal[-2000:]}")
 
-    async def _post(self, url: str, body: Mapping[str, object]) -> tuple[int, bytes]:
-        try:
-            headers = {"Authorization": f"Bearer {self.secret}", "Content-Type": "application/json"}
-            async with self._host.http.post(url, data=json.dumps(body).encode(), headers=headers) as response:
-                return response.status, await response.read()
-        except aiohttp.ClientError as error:
-            raise InterceptionError(f"no answer from the interception server at {url}: {error}") from error
+    async def _post(self, path: str, body: Mapping[str, object]) -> tuple[int, bytes]:
+        return await self._host.interception.post(path, self.secret, json.dumps(body).encode())
 
     async def _use_tool(self, call: ToolCall) -> JsonObject:
         name, arguments = call.name, call.arguments or "{}"
@@ -202,7 +226,7 @@ class ChatSession(HarnessSession):  # type: ignore[misc]  # verifiers is untyped
         if not self.tool_interception_url:
             return None
         query = {"tool_call_id": call_id, "name": name, "arguments": arguments}
-        status, raw = await self._post(self.tool_interception_url, query)
+        status, raw = await self._post("/tool", query)
         if status != 200:
             raise HarnessError(f"tool gate answered {status}: {raw.decode(errors='replace')[-2000:]}")
         verdict = json.loads(raw)

@@ -39,7 +39,7 @@ from verifiers.v1.utils.retries import run_episode_with_retry
 
 from meshrl.core.config import ConfigError
 from meshrl.core.config.shared import EnvConfig
-from meshrl.environments.harness import HarnessHost, hosted_by, open_connections
+from meshrl.environments.harness import HarnessHost, InterceptionCalls, hosted_by
 from meshrl.environments.missing import why_not_loaded
 from meshrl.environments.plugins import plugin_id, split_choice
 from meshrl.environments.tool_connections import ToolConnections
@@ -97,12 +97,12 @@ class HostedEnvironment:
     @asynccontextmanager
     async def serving(self, client: PolicyClient) -> AsyncIterator[None]:
         """Holds the environment's shared tools and interception server; the policy's calls go to `client`."""
-        async with self.env.serving(), open_connections() as http, AsyncExitStack() as stack:
+        async with self.env.serving(), AsyncExitStack() as stack:
             # A server that is told whose call it answers has an address of its own for each rollout.
             shared = frozenset(server.url for server in self.env._shared_tools.values() if not server.state_secret)
             tools = ToolConnections(shared)
             stack.push_async_callback(tools.close)
-            self._host = HarnessHost(http, tools, client.book.doing)
+            self._host = HarnessHost(InterceptionCalls(self.env._interception), tools, client.book.doing)
             if isinstance(client, ChatServers):  # a harness may then read a completion as it is made
                 self._endpoint = EvalClientConfig(base_url="http://chat-servers.invalid/v1", api_key_var="")
             # The one reach into verifiers: 0.4 takes no interception of one's own. A contract test guards it.

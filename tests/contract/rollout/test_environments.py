@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from verifiers.v1.errors import InterceptionError
+from verifiers.v1.interception import InterceptionServer
 
 from http_servers import chat_answer, serving_http
+from meshrl.environments.harness import InterceptionCalls
 
 
 def asked(request: dict[str, Any]) -> str:
@@ -49,6 +52,18 @@ async def test_a_simulated_user_talks_to_the_policy_and_only_the_policy_trains(s
     assert (rollout.agent, rollout.reward, rollout.num_turns) == ("assistant", 1.0, 1)
     assert rollout.metrics["user_turns"] == 2.0
     assert rollout.completion == "cat"
+
+
+@pytest.mark.parametrize("pool", [{"type": "elastic", "multiplex": 1}, {"type": "static", "servers": [{}, {}]}])
+async def test_rollouts_share_several_interception_servers(start_mesh, make_group, engine, pool):
+    mesh = await start_mesh([engine], env=[{"id": "mesh_echo", "args": {"interception": pool}}])
+    assert [rollout.completion for rollout in await mesh.played(make_group(group_size=3))] == ["cat"] * 3
+
+
+async def test_a_secret_that_no_rollout_has_is_refused():
+    async with InterceptionServer() as server:
+        with pytest.raises(InterceptionError, match="the rollout has ended"):
+            await InterceptionCalls(server).post("/v1/chat/completions", "nobody's", b"{}")
 
 
 async def test_best_of_n_makes_a_rollout_of_each_attempt(start_mesh, make_group, engine):
