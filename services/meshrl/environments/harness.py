@@ -15,7 +15,6 @@ from functools import cache
 from typing import Any
 
 from aiohttp import web
-from multidict import CIMultiDict
 from verifiers.v1.configs.harness import HarnessConfig
 from verifiers.v1.dialects.chat import message_to_wire, parse_message
 from verifiers.v1.errors import HarnessError, InterceptionError
@@ -70,7 +69,7 @@ class _Request(dict[object, object]):
 
     def __init__(self, path: str, secret: str, body: bytes) -> None:
         self.path = path
-        self.headers = CIMultiDict({"Authorization": f"Bearer {secret}"})
+        self.headers = {"Authorization": f"Bearer {secret}"}
         self._read_bytes: bytes | None = body
 
     async def read(self) -> bytes:
