@@ -52,6 +52,50 @@ async def test_time_without_a_processor_is_not_reported() -> None:
     assert await reports_of_a_block(lambda thread: time.monotonic(), 2 * REPORTED_S) == []
 
 
+LOOKS = """
+import asyncio, gc, os, socket, sys, threading, time
+sys.path[:0] = sys.argv[1:]
+from meshrl.rollout.workers.watchdog import Watchdog
+
+class Cycle:
+    def __init__(self):
+        self.me = self
+    def __del__(self):
+        time.sleep(0.002)  # another thread runs meanwhile
+
+async def made():
+    return Watchdog(socket.socketpair()[0])
+
+def nap():
+    time.sleep(0.0005)
+def nap_on():
+    while True:
+        nap()
+def come_and_go():
+    while True:
+        thread = threading.Thread(target=nap)
+        thread.start()
+        thread.join()
+
+watchdog = asyncio.run(made())
+gc.disable()
+for target in [nap_on] * 8 + [come_and_go] * 2:
+    threading.Thread(target=target, daemon=True).start()
+for _ in range(300):
+    Cycle()
+    gc.set_threshold(gc.get_count()[0] + 4)  # the next collection comes when a few frames are made
+    gc.enable()
+    watchdog._running_handle()
+    gc.disable()
+    time.sleep(0.001)
+os._exit(0)
+"""
+
+
+def test_a_look_while_threads_come_and_go_and_garbage_is_collected_ends() -> None:
+    subprocess.run([sys.executable, "-c", LOOKS, *sys.path], check=True, timeout=120.0)
+
+
 @pytest.mark.skipif(not os.path.exists("/proc/thread-self/schedstat"), reason="Linux that counts run delays")
 def test_a_thread_that_shares_its_processor_is_starved() -> None:
     """Two programs on one processor: each of them waits for about half of the time."""

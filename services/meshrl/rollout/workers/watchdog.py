@@ -7,6 +7,7 @@ loop's own frame at the bottom of the stack holds. While code in C holds the int
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import socket
@@ -103,7 +104,15 @@ class Watchdog:
             report(self._reports, "blocked", **held)
 
     def _running_handle(self) -> tuple[asyncio.Handle | None, FrameType | None]:
-        top = frame = sys._current_frames().get(self._thread_id)
+        collects = gc.isenabled()
+        # Before Python 3.12, a collection within `_current_frames` may let a thread run that begins or ends and waits
+        # for the list of threads, which that call has locked: neither goes on.
+        gc.disable()
+        try:
+            top = frame = sys._current_frames().get(self._thread_id)
+        finally:
+            if collects:
+                gc.enable()
         while isinstance(frame, FrameType):  # CPython 3.11 was seen to give another object for a thread that runs on
             if frame.f_code is asyncio.Handle._run.__code__:
                 return frame.f_locals["self"], top
