@@ -48,7 +48,8 @@ class InterceptionCalls:
         self._handlers = cache(_handlers_of)
 
     async def post(self, path: str, secret: str, body: bytes) -> tuple[int, bytes]:
-        """Status and body of the answer. Raises InterceptionError when no rollout has that secret."""
+        """Status and body of the answer; the rollout's own deadline ends the call. Raises InterceptionError when no
+        rollout has that secret."""
         servers = getattr(self._interception, "servers", [self._interception])  # a pool has several
         server = next((server for server in servers if secret in server.sessions), None)
         if server is None:

@@ -216,7 +216,7 @@ async def test_cancelled_groups_end_with_a_summary(start_mesh, engine, make_grou
     assert (await other)[-1].cancelled == 1
 
 
-async def test_a_caller_that_goes_away_cancels_its_group(start_mesh, engine, make_group):
+async def test_a_caller_that_goes_away_cancels_its_group_with_its_model_calls(start_mesh, engine, make_group):
     engine.delay_s = 600.0
     mesh = await start_mesh([engine])
     task = asyncio.create_task(mesh.collect(make_group(group_size=2, deadline_s=300.0)))
@@ -225,6 +225,8 @@ async def test_a_caller_that_goes_away_cancels_its_group(start_mesh, engine, mak
     task.cancel()
     async with asyncio.timeout(60.0):  # sooner than the drain, or the engine, would end it
         await mesh.runner.drain(300.0)
+        while (await mesh.client.get_status()).engines[0].in_flight:  # noqa: ASYNC110  # what the server says of itself
+            await asyncio.sleep(0.02)
     assert (await mesh.client.get_status()).running == 0
 
 
