@@ -263,6 +263,8 @@ def test_a_mesh_is_no_run_whose_steps_are_missing(tmp_path: Path) -> None:
     for name in ("run_b", "run_a"):
         (tmp_path / name).mkdir()
     assert headline() == f"{tmp_path}: not running, a mesh; its runs are in run_a, run_b"
+    for command in (("report", str(tmp_path)), ("rollouts", "worst", "-o", str(tmp_path))):
+        assert "; those of this mesh are run_a, run_b" in meshrl(*command).output
 
 
 def test_an_engine_that_takes_requests_while_it_prepares_a_version_is_well() -> None:

@@ -51,7 +51,7 @@ def _chosen(folder: RunFolder, services: tuple[str, ...], attempt: int | None) -
         raise CliError(f"no attempt {attempt} in {folder.path / 'logs'}; there are: {there_are}")
     found = folder.logs(attempt)
     if not found:
-        raise CliError(f"{folder.path} has no logs: name a run's output folder with -o")
+        raise CliError(folder.lacks("logs"))
     named = {*found, *map(_program, found)}
     if unknown := [service for service in services if service not in named]:
         raise CliError(f"no log of {', '.join(unknown)} in {folder.path}; there are: {', '.join(found)}")

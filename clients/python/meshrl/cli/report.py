@@ -38,7 +38,7 @@ def report_page(folder: RunFolder, price: float | None) -> str:
     history = folder.history()
     outcome = folder.outcome(history, price)
     if outcome is None:
-        raise CliError(f"{folder.path} has no step in metrics.jsonl: name a run's output folder")
+        raise CliError(folder.lacks("step in metrics.jsonl", how=""))
     observed = folder.observed(history)
     traces = Traces(folder)
     traces.read_on()

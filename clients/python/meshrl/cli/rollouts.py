@@ -44,7 +44,7 @@ def _open(folder: RunFolder) -> sqlite3.Connection:
     except sqlite3.DatabaseError as error:
         raise CliError(f"{folder.path / 'ledger.sqlite'} cannot be opened: {error}; run this as its owner") from error
     if ledger is None:
-        raise CliError(f"{folder.path} has no ledger.sqlite: name a run's output folder with -o")
+        raise CliError(folder.lacks("ledger.sqlite"))
     return ledger
 
 
@@ -190,10 +190,7 @@ def best(folder: RunFolder, step: int | None, environment: str | None, as_json: 
 def _kept(folder: RunFolder, step: int | None, environment: str | None) -> list[JsonObject]:
     steps = folder.sampled_steps()
     if not steps:
-        raise CliError(
-            f"{folder.path} has no rollouts/: name a run's output folder with -o; a run keeps rollouts unless"
-            " orchestrator.rollout_samples is None"
-        )
+        raise CliError(f"{folder.lacks('rollouts/')}; a run keeps rollouts unless orchestrator.rollout_samples is None")
     if step is not None and step not in steps:
         raise CliError(
             f"no rollouts of step {step} are kept; there are those of {len(steps)} from {steps[0]} to {steps[-1]}"

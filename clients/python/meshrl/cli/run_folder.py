@@ -98,6 +98,16 @@ class RunFolder:
         return credentials_of(CredentialFiles(token=token)) if os.access(token, os.R_OK) else None
 
     @property
+    def runs(self) -> list[str]:
+        """The folders of a mesh's runs, by name."""
+        return sorted(path.name for path in self.path.glob("run_*"))
+
+    def lacks(self, what: str, how: str = " with -o") -> str:
+        """An error's text: this folder has no `what`, so name a run's (`how`)."""
+        text = f"{self.path} has no {what}: name a run's output folder{how}"
+        return f"{text}; those of this mesh are {', '.join(self.runs)}" if self.runs else text
+
+    @property
     def weights(self) -> Path:
         return self.path / "weights"
 

@@ -259,8 +259,8 @@ def _headline(folder: RunFolder, last: JsonObject | None, now_s: float, *, runni
     over = "finished" if last is not None and last["step"] == of else "not running"
     parts = ["running" if running else over]
     if last is None and folder.config("rl") and not folder.config("orchestrator"):
-        runs = ", ".join(path.name for path in sorted(folder.path.glob("run_*")))
-        parts.append(f"a mesh; its runs are in {runs}" if runs else "a mesh without a run")
+        runs = folder.runs
+        parts.append(f"a mesh; its runs are in {', '.join(runs)}" if runs else "a mesh without a run")
     elif last is None:
         parts.append("no step has ended yet")
     else:

@@ -28,7 +28,7 @@ def read_spans(folder: RunFolder) -> list[RunSpan]:
     """By start. Raises CliError without any."""
     found = sorted(folder.spans(), key=lambda span: span.start_s)
     if not found:
-        raise CliError(f"{folder.path} has no traces: name a run's output folder with -o")
+        raise CliError(folder.lacks("traces"))
     return found
 
 
@@ -69,8 +69,10 @@ def show(folder: RunFolder, what: str, as_json: bool) -> None:
 def _trace_of_step(folder: RunFolder, spans: Sequence[RunSpan], step: int) -> str:
     steps = {int(span.attributes["rl.step"]): span for span in spans if span.name == STEP_SPAN}
     if step not in steps:
-        there = f"steps {min(steps)} to {max(steps)}" if steps else "no steps"
-        raise CliError(f"no span of step {step} in {folder.path}/traces: there are {there}")
+        if not steps:
+            raise CliError(folder.lacks("steps in its traces"))
+        text = f"there are steps {min(steps)} to {max(steps)}"
+        raise CliError(f"no span of step {step} in {folder.path}/traces: {text}")
     return steps[step].trace_id
 
 
