@@ -29,6 +29,7 @@ from opentelemetry import trace
 from safetensors.torch import save_file
 
 from meshrl.algorithms.packing import TrainSample, pack_samples
+from meshrl.core.telemetry.waits import Waits
 from meshrl.models.lora import adapter_state
 from meshrl.trainer.loop import Joining, TrainerLoop
 from meshrl.trainer.objectives import build_objective
@@ -181,10 +182,11 @@ class ManyRuns:
         self.own = own_run(learner, output_dir)
         self.table = RunTable(StepBook(run_id="main", epoch=1))
         self.trainings: dict[str, RunTraining] = {}
+        self.waits = Waits()
         own = self._training(self.own, self.table.own, settings("main"), own=True)
         self.loop = TrainerLoop(
             self.table, own, self.commands, quantum_tokens=SEQ_LEN * learner.parallel.plan.dp_size,
-            joining=joining, on_end=learner.parallel.barrier,
+            joining=joining, waits=self.waits, on_end=learner.parallel.barrier,
         )  # fmt: skip
         self.host = RunHost(
             self.table,

@@ -90,7 +90,7 @@ class TrainerLoop:
             return
         run = self._runs[run_id]
         beside = self._beside(run, ready)
-        with self._waits.waiting("step", f"its own work on step {run.state.next_step}"):
+        with self._waits.waiting("step", f"its own work on step {run.state.next_step}{self._of(run_id)}"):
             run.advance(run.slices_left if self._whole_batches else 1, beside)
         for each in (run, *beside):
             self.scheduler.charge(each.state.run_id, ready[each.state.run_id])
@@ -115,17 +115,22 @@ class TrainerLoop:
         blocked = all(run.tokens is None for run in self._runs.values())
         if not blocked:
             return self._table.take(idle, wait=False).result()
-        publishing = [run for run in self._runs.values() if not run.idle]
+        publishing = {run_id: run for run_id, run in self._runs.items() if not run.idle}
         name, on = ("publication", ("weights",)) if publishing else ("batch", ("orchestrator",))
         words = " or ".join(
-            f"version {run.state.step_done - 1} to be taken by the weight hub"
-            if publishing
-            else f"batch {run.state.next_step}"
-            for run in publishing or self._runs.values()
+            (f"version {run.state.step_done - 1}" if publishing else f"batch {run.state.next_step}") + self._of(run_id)
+            for run_id, run in (publishing or self._runs).items()
         )
+        if publishing:
+            words += " to be taken by the weight hub"
         with self._waits.waiting(name, words, on):
-            future = self._table.take(idle, wait=True, until=lambda: any(r.tokens is not None for r in publishing))
+            future = self._table.take(
+                idle, wait=True, until=lambda: any(run.tokens is not None for run in publishing.values())
+            )
             return self._commands.wait(future, check=self._check_publications)
+
+    def _of(self, run_id: str) -> str:
+        return f" of {run_id}" if len(self._runs) > 1 else ""
 
     def _check_publications(self) -> float:
         """Seconds until one of them may have stood still for too long."""

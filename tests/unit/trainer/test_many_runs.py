@@ -48,6 +48,7 @@ async def test_each_of_eight_runs_becomes_what_it_becomes_alone_though_one_is_de
     async with many_runs(load(model), tmp_path) as mesh:
         for name in sorted(RUNS, reverse=True):  # in another order than below
             await mesh.create(name)
+        await until(lambda: any("batch 1 of main or" in wait.what for wait in mesh.waits.look(0.0)))
 
         async def delete() -> None:
             await mesh.train("wide", [1, 2, 3])
