@@ -16,7 +16,7 @@ from meshrl.core.telemetry.start import Start
 from meshrl.inference.config import InferenceConfig, only_vllm
 from meshrl.inference.embedded.engine import MAX_ADAPTERS, EmbeddedEngine
 from meshrl.inference.engine import Engine
-from meshrl.inference.sizing import GIB
+from meshrl.inference.sizing import GIB, auto_length
 from meshrl.machine.memory import machine_memory
 from meshrl.models.load import eos_token_ids, load_model
 
@@ -93,14 +93,13 @@ def build_engine(config: InferenceConfig) -> EmbeddedEngine:
     if config.torch_threads is not None:
         torch.set_num_threads(config.torch_threads)
     model = load_model(config.model)
-    max_model_len = config.max_model_len
-    limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if limit is not None and max_model_len > limit:  # a default is lowered to what the model can do
-        if "max_model_len" in config.model_fields_set:
-            raise ValueError(
-                f"max_model_len {max_model_len} is beyond the {limit} positions of {config.model.name}; lower it"
-            )
-        max_model_len = limit
+    shape = model.config.get_text_config()
+    max_model_len = auto_length(shape) if config.max_model_len == "auto" else config.max_model_len
+    limit: int | None = getattr(shape, "max_position_embeddings", None)
+    if limit is not None and max_model_len > limit:
+        raise ValueError(
+            f"max_model_len {max_model_len} is beyond the {limit} positions of {config.model.name}; lower it"
+        )
     return EmbeddedEngine(
         model,
         max_model_len=max_model_len,

@@ -28,6 +28,7 @@ BOTH_ENGINES = ("max_num_seqs", "max_num_batched_tokens")
 ROUTER_DTYPE = "meshrl_router_dtype"
 """Key of vLLM's additional_config for our routers, and so part of the hash of what vLLM compiles."""
 
+AUTO_MODEL_LEN = 2048
 SHARED_GPU_UTILIZATION = 0.5
 DEFAULT_LORA_RANK = 16
 VLLM_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -81,8 +82,9 @@ class InferenceConfig(BaseConfig):
     """Interpreter that runs this program, such as that of an environment with vLLM; it must have meshrl. None means the
     one of its start, or of `rl`."""
 
-    max_model_len: int = Field(default=2048, ge=2)
-    """Longest sequence in tokens, prompt and completion together."""
+    max_model_len: Annotated[int, Field(ge=2)] | Literal["auto"] = "auto"
+    """Longest sequence in tokens, prompt and completion together. auto: 2048, or the model's positions if those are
+    fewer."""
 
     max_num_seqs: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Most sequences decoded at once. auto: vLLM on a GPU takes as many as its KV cache holds for model and context, up

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from meshrl.inference.config import AUTO_MODEL_LEN
+
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
@@ -28,6 +30,11 @@ LARGE_GPU_BYTES, BATCHED_TOKENS = 70 * GIB, (2048, 8192)
 """Tokens of one step on a smaller and on a large GPU, as vLLM's own server has them."""
 BYTES_PER_LOGIT = 12
 """Of each slot's logits: in single precision, as probabilities, and a copy that is sampled from."""
+
+
+def auto_length(text_config: PreTrainedConfig) -> int:
+    """`max_model_len` auto."""
+    return min(AUTO_MODEL_LEN, getattr(text_config, "max_position_embeddings", None) or AUTO_MODEL_LEN)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,12 +15,14 @@ from tiny_qwen3 import save_tiny_qwen3
 
 PROGRAM = Path(__file__).with_name("inside_vllm.py")
 SUPPORT = Path(__file__).parents[2] / "support"
+POSITIONS = 512  # fewer than max_model_len has by default: vLLM refuses a longer one
 
 
 @pytest.fixture(scope="module")
 def found(vllm: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    model = save_tiny_qwen3(tmp_path_factory.mktemp("scheduler") / "model", max_position_embeddings=POSITIONS)
     ran = subprocess.run(
-        [vllm, PROGRAM, save_tiny_qwen3(tmp_path_factory.mktemp("scheduler") / "model")],
+        [vllm, PROGRAM, model],
         env={**os.environ, "PYTHONPATH": os.pathsep.join((*SOURCES, str(SUPPORT)))},
         capture_output=True, text=True, timeout=400, check=False,
     )  # fmt: skip

@@ -10,6 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from inference_kit import VOCAB, EngineFactory, ask, complete, full_forward, make_model, until_in_flight
+from meshrl.core.config import load_config
+from meshrl.core.config.dump import dump_toml
 from meshrl.core.config.shared import ModelConfig, WeightBroadcastConfig
 from meshrl.inference import build
 from meshrl.inference.build import build_engine
@@ -186,6 +188,16 @@ def folder(model: PreTrainedModel, tmp_path: Path) -> Path:
 def built(folder: Path, **changes: Any) -> EmbeddedEngine:
     config = InferenceConfig(model=ModelConfig(name=str(folder), device="cpu", dtype="float32"), **changes)
     return build_engine(config)
+
+
+def test_a_length_that_was_not_set_is_at_most_the_model_s_positions_also_from_a_written_configuration(
+    folder: Path, tmp_path: Path
+) -> None:
+    dump_toml(InferenceConfig(model=ModelConfig(name=str(folder), device="cpu")), tmp_path / "inference.toml")
+    written = load_config(InferenceConfig, ["@", str(tmp_path / "inference.toml")], prog="inference", environ={})
+    assert build_engine(written).max_model_len == 512
+    with pytest.raises(ValueError, match="max_model_len 513 is beyond the 512 positions of"):
+        built(folder, max_model_len=513)
 
 
 def test_the_cache_leaves_room_for_a_version_within_what_a_container_allows(

@@ -20,6 +20,7 @@ from meshrl.core.program import draining_signals
 from meshrl.core.telemetry.start import Phase, Start
 from meshrl.inference.compiled import bring, folder_of, share
 from meshrl.inference.config import InferenceConfig
+from meshrl.inference.sizing import auto_length
 from meshrl.inference.vllm.arguments import automatic, engine_arguments, engine_config, layers_beside_experts
 from meshrl.inference.vllm.installed import (
     VllmError,
@@ -32,7 +33,7 @@ from meshrl.inference.vllm.installed import (
 from meshrl.inference.vllm.processes import ForkServer, imports_ahead, prepare_environment
 from meshrl.models.families import positions_grow_beyond
 from meshrl.models.folder import ModelFolder, WeightReader
-from meshrl.models.load import empty_model, eos_token_ids, resolve_dtype
+from meshrl.models.load import empty_model, eos_token_ids, model_shape, resolve_dtype
 from meshrl.models.routers import Routers
 from meshrl.wire.values import JsonObject
 
@@ -65,7 +66,7 @@ async def open_vllm_engine(config: InferenceConfig, start: Start, meanwhile: Cal
         describe,
         config.model,
         vllm_config.model_config.dtype,
-        max_model_len=config.max_model_len,
+        max_model_len=vllm_config.model_config.max_model_len,
         as_trainers=config.loads_as_trainers,
     )
     lora = vllm_config.lora_config
@@ -155,6 +156,8 @@ def _vllm_config(
     given = {"seed": secrets.randbelow(2**31), **arguments}
     if given["dtype"] == "auto":  # vLLM's own rule is not the trainer's
         given["dtype"] = str(resolve_dtype(model)).removeprefix("torch.")
+    if given["max_model_len"] == "auto":
+        given["max_model_len"] = auto_length(model_shape(model).get_text_config())
     if given.get("enable_lora"):
         layers = layers_beside_experts(empty_model(model, dtype=torch.bfloat16))
         given = {"lora_target_modules": layers, **given}

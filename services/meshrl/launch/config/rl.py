@@ -15,7 +15,7 @@ from meshrl.core.config.schema import ReadTable, Table
 from meshrl.core.config.shared import EnvConfig, LogConfig, ModelConfig, TlsConfig, WandbConfig, WeightBroadcastConfig
 from meshrl.core.private_folders import ReadableBy
 from meshrl.core.slurm.config import SlurmConfig
-from meshrl.inference.config import InferenceConfig
+from meshrl.inference.config import AUTO_MODEL_LEN, InferenceConfig
 from meshrl.launch.config.completion import complete
 from meshrl.launch.config.presets import AlgorithmName, apply_preset
 from meshrl.launch.config.sections import (
@@ -504,6 +504,7 @@ class RLConfig(BaseConfig):
                     f"{name}.max_steps ({last}) is more than trainer.max_steps ({most}); set max_steps once"
                 )
         longest = None if self.inference is None else self.inference.max_model_len
+        longest = AUTO_MODEL_LEN if longest == "auto" else longest
         if longest is not None and self.starts("rollout") and self.rollout.seq_len > longest:
             problems.append(
                 f"rollout.seq_len ({self.rollout.seq_len}) is more than inference.max_model_len"
