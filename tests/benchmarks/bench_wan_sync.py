@@ -95,12 +95,12 @@ def measure(shape: str, asked: argparse.Namespace) -> None:
             "--weight-broadcast.type", "stream", "--weight-broadcast.address", hub, "--output-dir", str(folder / "far"),
         )  # fmt: skip
         programs.wait_for("engine", "registered at the weight hub", engine)
+        broadcast = ["--host", wan.addresses["origin"], "--bucket-mib", "4"] if asked.transport == "nccl" else []
         before = wan.change()["site"]["down"]
         rank = programs.start(
             "origin", "rank", str(Path(__file__).with_name("bench_weight_sync.py")), "--rank", "--shape", str(model),
             "--transport", asked.transport, "--hub", hub, "--epoch", "1", "--steps", str(asked.versions), "--policy",
-            "rolling", "--deltas", "auto", "--changed", str(asked.changed), "--host", wan.addresses["origin"],
-            "--bucket-mib", "4", *at,
+            "rolling", "--deltas", "auto", "--changed", str(asked.changed), *broadcast, *at,
         )  # fmt: skip
         if rank.wait(RUN_S) != 0:
             raise SystemExit(programs.console("rank")[-3000:])
