@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from meshrl.client import WeightSyncClient
 from meshrl.client.backoff import Backoff
-from meshrl.core.config.shared import WeightBroadcastConfig
+from meshrl.core.config.shared import MOST_CONNECTIONS, WeightBroadcastConfig
 from meshrl.machine.addresses import is_of_this_machine
 from meshrl.versions.ranges import SILENT_S
 from meshrl.wire.errors import MeshError
@@ -32,7 +32,7 @@ PROBE_WINDOWS = 8  # measured windows after which more connections are tried onc
 class LinkLimits:
     """The most connections, the most megabits per second (0: no limit), and the longest silence in seconds."""
 
-    connections: int = 48
+    connections: int = MOST_CONNECTIONS
     mbps: float = 0.0
     stall_s: float = 30.0
 

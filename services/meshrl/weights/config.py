@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from meshrl.core.config import BaseConfig
-from meshrl.core.config.shared import Address, LogConfig, ServerConfig, TlsConfig
+from meshrl.core.config.shared import MOST_CONNECTIONS, Address, LogConfig, ServerConfig, TlsConfig
 from meshrl.core.private_folders import ReadableBy
 
 
@@ -36,7 +36,7 @@ class WeightsConfig(BaseConfig):
     """Address of the run's hub, host:port, for a relay: it brings versions over the WAN once for the engines that name
     it in weight_broadcast.relays. None is the hub itself."""
 
-    connections: int = Field(default=48, ge=1, le=128)
+    connections: int = Field(default=MOST_CONNECTIONS, ge=1, le=128)
     """Most connections over which a relay fetches. It opens them while the rate grows."""
 
     max_mbps: float = Field(default=0.0, ge=0.0)
