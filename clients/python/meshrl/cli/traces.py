@@ -71,8 +71,8 @@ def _trace_of_step(folder: RunFolder, spans: Sequence[RunSpan], step: int) -> st
     if step not in steps:
         if not steps:
             raise CliError(folder.lacks("steps in its traces"))
-        text = f"there are steps {min(steps)} to {max(steps)}"
-        raise CliError(f"no span of step {step} in {folder.path}/traces: {text}")
+        there = f"steps {min(steps)} to {max(steps)}"
+        raise CliError(f"no span of step {step} in {folder.path}/traces: there are {there}")
     return steps[step].trace_id
 
 
