@@ -394,6 +394,10 @@ def test_a_step_is_a_tree_in_the_order_of_time(traced: Path) -> None:
         ["trainer", "rl.train", "->", "2", "linked"],
     ]
     assert "there are steps 3 to 3" in meshrl("trace", "show", "4", "-o", str(traced)).output
+    (traced / "traces/orchestrator.jsonl").unlink()
+    assert "there are no steps yet" in meshrl("trace", "show", "3", "-o", str(traced)).output
+    (traced / "run_a").mkdir()  # a mesh, whose runs have the steps
+    assert "with -o; those of this mesh are run_a" in meshrl("trace", "show", "3", "-o", str(traced)).output
 
 
 def test_the_slowest_spans_come_first(traced: Path) -> None:

@@ -69,9 +69,9 @@ def show(folder: RunFolder, what: str, as_json: bool) -> None:
 def _trace_of_step(folder: RunFolder, spans: Sequence[RunSpan], step: int) -> str:
     steps = {int(span.attributes["rl.step"]): span for span in spans if span.name == STEP_SPAN}
     if step not in steps:
-        if not steps:
+        if not steps and folder.runs:
             raise CliError(folder.lacks("steps in its traces"))
-        there = f"steps {min(steps)} to {max(steps)}"
+        there = f"steps {min(steps)} to {max(steps)}" if steps else "no steps yet"
         raise CliError(f"no span of step {step} in {folder.path}/traces: there are {there}")
     return steps[step].trace_id
 
