@@ -82,6 +82,22 @@ def graphs_measured(folder: str) -> list[list[int]]:
     return [[start(sizes, copies) for _ in range(2)] for sizes, copies in (([1, 2], 1), ([1, 2, 4], 1), ([1, 2], 2))]
 
 
+def sampling_compiled_first() -> list[list[float]]:
+    """Penalty, top_k and logprobs of the requests with which vLLM has kernels compiled in a worker's start, and after
+    it."""
+    from vllm.v1.worker import gpu_worker
+    from vllm.v1.worker.gpu import warmup
+
+    from meshrl.inference.vllm.gpu_worker import GpuWorker
+
+    def given(worker: object = None) -> list[float]:
+        params = warmup.SamplingParams.for_sampler_warmup()
+        return [params.frequency_penalty, params.top_k, params.logprobs]
+
+    gpu_worker.Worker.compile_or_warm_up_model = given
+    return [object.__new__(GpuWorker).compile_or_warm_up_model(), given()]
+
+
 def workers_of_a_gpu() -> list[str]:
     """Where an engine's worker class on a GPU has its part for weights from, as vLLM mixes it; no GPU is used."""
     type(current_platform).is_cuda_alike = lambda platform: True
@@ -104,5 +120,6 @@ if __name__ == "__main__":
         "refused": refusal(sys.argv[1]),
         "workers": workers_of_a_gpu(),  # it changes vLLM
         "graphs": graphs_measured(sys.argv[1]),  # after the change
+        "sampling": sampling_compiled_first(),
     }
     print(json.dumps(found))

@@ -54,5 +54,11 @@ def test_heads_that_vllm_has_no_kernel_for_on_a_cpu_are_refused_at_the_start(fou
     assert "has attention heads of size 8, and vLLM takes 32, 64, " in found["refused"]
 
 
+def test_kernels_of_the_usual_sampling_alone_are_compiled_before_an_engine_serves(found: Any) -> None:
+    usual, every = found["sampling"]
+    assert usual == [0.0, 0, 0]
+    assert min(every) > 0, "the rest of the process has vLLM's own"
+
+
 def test_cuda_graphs_are_measured_at_the_first_start_of_a_configuration(found: Any) -> None:
     assert found["graphs"] == [[100, 100], [101, 101], [102, 103]], "workers that capture together measure each time"
