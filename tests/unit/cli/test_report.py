@@ -55,8 +55,10 @@ def test_a_price_of_the_configuration_is_taken_and_shared_devices_count_once(run
     assert RunFolder(run_path / "none").outcome() is None
 
 
-def test_the_report_is_one_file_without_an_address_of_another(run_path: Path, tmp_path: Path) -> None:
-    done = CliRunner().invoke(main, ["report", str(run_path), "--to", str(tmp_path / "it.html"), "--price", "2"])
+@pytest.mark.parametrize("named", [[], ["-o"]])
+def test_the_report_is_one_file_without_an_address_of_another(run_path: Path, tmp_path: Path, named: list[str]) -> None:
+    run = [*named, str(run_path)]
+    done = CliRunner().invoke(main, ["report", *run, "--to", str(tmp_path / "it.html"), "--price", "2"])
     assert done.exit_code == 0, done.output
     page = (tmp_path / "it.html").read_text()
     assert not re.findall(r"""(?:src|href)=["'](?!data:,)""", page), "nothing is fetched"

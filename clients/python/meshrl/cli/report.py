@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from meshrl.cli.command import CliError
+from meshrl.cli.command import CliError, folder_option
 from meshrl.cli.run_folder import RunFolder
 from meshrl.cli.ui.views import Traces, waits_of
 from meshrl.diagnosis.causes import Observed, diagnose
@@ -120,16 +120,18 @@ def _text(value: object) -> str:
 
 
 @click.command()
-@click.argument("run", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--to", "target", type=click.Path(dir_okay=False, path_type=Path), help="The file; RUN/report.html.")
+@click.argument("run", required=False, type=click.Path(exists=True, file_okay=False, path_type=Path))
+@folder_option
+@click.option("--to", "target", type=click.Path(dir_okay=False, path_type=Path), help="The file; report.html in the folder.")
 @click.option("--price", type=click.FloatRange(min=0.0), help="Of one GPU for an hour, in your currency.")
-def report(run: Path, target: Path | None, price: float | None) -> None:
+def report(run: Path | None, folder: RunFolder, target: Path | None, price: float | None) -> None:
     """Write a run in one HTML file: curves, the last step's timeline, versions, cost, causes and rollouts.
 
-    RUN is its output folder. The file needs no network, so it can be attached to an issue.
+    RUN is its output folder, as -o. The file needs no network, so it can be attached to an issue.
     """
-    path = target or run / "report.html"
-    page = report_page(RunFolder(run), price)
+    folder = folder if run is None else RunFolder(run)
+    path = target or folder.path / "report.html"
+    page = report_page(folder, price)
     try:
         path.write_text(page, encoding="utf-8")
     except OSError as error:
