@@ -17,6 +17,16 @@ def test_order_is_command_line_then_later_file_then_earlier_file_then_variable_t
     assert load("--model.name", "flag", "@", first, "@", second, environ=environ).model.name == "flag"
 
 
+def test_a_tilde_is_the_users_folder_in_every_layer(load: Any, toml: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    file = toml("output_dir = '~/runs'\ntags = ['~/a', '~b', 'c~/']\n[[env]]\nid = 'x'\nargs = {path = '~/kept'}\n")
+    config = load("@", file, "--model.name=~/models/m", environ={"PRIME_WANDB__NAME": "~/run"})
+    assert (str(config.output_dir), config.tags) == ("/home/me/runs", ["/home/me/a", "~b", "c~/"])
+    assert (config.model.name, config.wandb.name) == ("/home/me/models/m", "/home/me/run")
+    assert config.env[0].args == {"path": "~/kept"}, "an environment's own arguments are its own"
+    assert load("--tags", "~/a,b").tags == ["/home/me/a", "b"]
+
+
 def test_files_merge_key_by_key(load: Any, toml: Any) -> None:
     first = toml("max_steps = 5\ntags = ['a', 'b']\n[model]\nname = 'm'\ndtype = 'float32'\n", "1.toml")
     second = toml("tags = ['c']\n[model]\nname = 'n'\n", "2.toml")

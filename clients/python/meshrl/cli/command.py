@@ -71,7 +71,7 @@ def folder_option(command: _Command) -> _Command:
     """The run's folder, handed over as a RunFolder."""
     return click.option(
         "-o", "--output-dir", "folder", type=click.Path(file_okay=False, path_type=Path),
-        callback=lambda context, option, path: RunFolder(path), default="outputs", show_default=True,
+        callback=lambda context, option, path: RunFolder(path.expanduser()), default="outputs", show_default=True,
         envvar="MESHRL_OUTPUT_DIR", help="The run's output folder.",
     )(command)  # fmt: skip
 

@@ -122,7 +122,9 @@ def _text(value: object) -> str:
 @click.command()
 @click.argument("run", required=False, type=click.Path(exists=True, file_okay=False, path_type=Path))
 @folder_option
-@click.option("--to", "target", type=click.Path(dir_okay=False, path_type=Path), help="The file; report.html in the folder.")
+@click.option(
+    "--to", "target", type=click.Path(dir_okay=False, path_type=Path), help="The file; report.html in the folder."
+)
 @click.option("--price", type=click.FloatRange(min=0.0), help="Of one GPU for an hour, in your currency.")
 def report(run: Path | None, folder: RunFolder, target: Path | None, price: float | None) -> None:
     """Write a run in one HTML file: curves, the last step's timeline, versions, cost, causes and rollouts.

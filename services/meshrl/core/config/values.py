@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from copy import copy
 from typing import Any
@@ -45,8 +46,9 @@ def decode(kind: Kind, text: str, origin: str) -> Any:
 
 
 def in_present_words(root: Kind, layer: Layer) -> tuple[Layer, list[ConfigError]]:
-    """The layer with every key under its name, None for "None", and {} or None for a boolean that switches an optional
-    section; and problems: spellings of one key that disagree, and unknown keys, whose values are left out."""
+    """The layer with every key under its name, None for "None", {} or None for a boolean that switches an optional
+    section, and the user's folder for a "~" at the start of a path or name; and problems: spellings of one key that
+    disagree, and unknown keys, whose values are left out."""
     present = Layer()
     problems: dict[Path, ConfigError] = {}
     for written, (value, origin) in layer.given.items():
@@ -58,6 +60,8 @@ def in_present_words(root: Kind, layer: Layer) -> tuple[Layer, list[ConfigError]
             value = {} if value else None
         elif value == NONE and kind.nullable:
             value = None
+        elif (kind.item or kind).annotation not in (None, Any):  # a shell leaves --key=~/folder as it is
+            value = _from_home(value)
         other = present.given.setdefault(path, Given(value, origin)).value
         if other != value and unknown is None:
             problems[path] = ConfigError(
@@ -65,6 +69,12 @@ def in_present_words(root: Kind, layer: Layer) -> tuple[Layer, list[ConfigError]
                 f" keep only {path[-1]}"
             )
     return present, list(problems.values())
+
+
+def _from_home(value: object) -> object:
+    if isinstance(value, list):
+        return [_from_home(each) for each in value]
+    return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
 
 
 def _named(root: Kind, written: Path, layer: Layer, origin: str) -> tuple[Path, Kind, UnknownKeyError | None]:
