@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from meshrl.cli.run_folder import RunFolder
+from meshrl.orchestrator.ledger.rows import RunRow
+from meshrl.orchestrator.ledger.store import LedgerStore
 from meshrl.wire.program_state import ProgramState
 
 
@@ -77,6 +79,23 @@ def test_the_last_step_is_the_last_whole_one(folder: RunFolder) -> None:
     ]
     (folder.path / "metrics.jsonl").write_text("\n".join(lines))
     assert folder.last_step() == {"step": 8, "time/step": 2.5}
+
+
+def test_records_of_an_earlier_run_in_the_folder_are_not_the_runs_own(folder: RunFolder) -> None:
+    metrics = folder.path / "metrics.jsonl"
+    metrics.write_text(json.dumps({"step": 1, "time/step": 60.0, "reward/all/mean": 0.1}) + "\n")
+    store = LedgerStore(folder.path / "ledger.sqlite")
+    store.open()
+    offset = metrics.stat().st_size
+    store.begin(RunRow(run=0, run_id="main", session="", epoch=1, first_step=1, metrics_offset=offset))
+    store.close()
+    assert (folder.last_step(), folder.outcome(), folder.history().names) == (None, None, [])
+    with metrics.open("a") as file:
+        file.write(json.dumps({"step": 1, "time/step": 2.0}) + "\n")
+    assert folder.last_step() == {"step": 1, "time/step": 2.0}
+    outcome = folder.outcome()
+    assert outcome is not None
+    assert outcome.seconds == 2.0
 
 
 def test_a_lock_tells_a_run_that_lives_from_one_that_has_ended(folder: RunFolder) -> None:

@@ -11,7 +11,7 @@ import sqlite3
 import time
 import tomllib
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -117,7 +117,7 @@ class RunFolder:
 
     def last_step(self) -> JsonObject | None:
         """The newest of metrics.jsonl. Evaluations have records of their own, and the last line may be torn."""
-        newest_first = json_records(lines_from_the_end(self.path / "metrics.jsonl"))
+        newest_first = json_records(lines_from_the_end(self.path / "metrics.jsonl", self._first_record()))
         return next((record for record in newest_first if "time/step" in record), None)
 
     def metrics_age_s(self, now_s: float) -> float | None:
@@ -153,9 +153,22 @@ class RunFolder:
 
     def history(self) -> MetricsHistory:
         """As written by now; `read_on` reads later ones."""
-        history = MetricsHistory(self.path / "metrics.jsonl")
+        history = self.unread_history()
         history.read_on()
         return history
+
+    def unread_history(self) -> MetricsHistory:
+        return MetricsHistory(self.path / "metrics.jsonl", self._first_record())
+
+    def _first_record(self) -> int:
+        """The offset in metrics.jsonl of the newest run's records, after those of earlier runs in the folder."""
+        with suppress(sqlite3.DatabaseError):  # all are shown then
+            if (ledger := self.ledger()) is not None:
+                with closing(ledger):
+                    query = "SELECT metrics_offset FROM runs WHERE run = (SELECT MAX(run) FROM runs) AND first_step = 1"
+                    newest = ledger.execute(query).fetchone()
+                return 0 if newest is None else int(newest["metrics_offset"])
+        return 0
 
     def outcome(self, history: MetricsHistory | None = None, price: float | None = None) -> RunOutcome | None:
         """None without a step. `price` is per device-hour, by default the configuration's."""

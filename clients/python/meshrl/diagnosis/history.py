@@ -62,10 +62,10 @@ class RunSeries:
 
 
 class MetricsHistory:
-    """The series of one metrics.jsonl; not for several threads."""
+    """The series of one metrics.jsonl from an offset on; not for several threads."""
 
-    def __init__(self, path: Path) -> None:
-        self._file = GrowingFile(path)
+    def __init__(self, path: Path, offset: int = 0) -> None:
+        self._file = GrowingFile(path, offset)
         self.series = RunSeries()
         self.last: JsonObject | None = None
         """Of a step."""

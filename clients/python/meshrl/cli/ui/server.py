@@ -38,7 +38,6 @@ from meshrl.cli.ui.views import (
 )
 from meshrl.client.idle_connections import IdleConnections
 from meshrl.diagnosis.causes import diagnose
-from meshrl.diagnosis.history import MetricsHistory
 from meshrl.machine.ports import bound, port_of
 from meshrl.wire.values import JsonObject
 
@@ -70,7 +69,7 @@ class ShownRun:
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
-        self.history = MetricsHistory(folder.path / "metrics.jsonl")  # read on a thread
+        self.history = folder.unread_history()  # read on a thread
         self.traces = Traces(folder)
         self.funnel = LedgerFunnel(folder)
         self.pieces = TokenPieces(folder)
