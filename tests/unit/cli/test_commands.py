@@ -238,6 +238,8 @@ def test_the_status_of_a_run_that_failed_says_why_and_when(tmp_path: Path, log: 
     end = RunFolder(tmp_path).end()
     assert (None if end is None else end.at) == ("2026-11-23T21:22:11.000" if why else None)
     assert (f"it ended by: {why}\n" in meshrl("status", "-o", str(tmp_path)).output) == bool(why)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time/step": 1.0}\n')
+    assert ("nothing is wrong with the run" in meshrl("doctor", "-o", str(tmp_path)).output) == (not why)
 
 
 def test_programs_that_were_started_by_hand_are_a_run_that_goes_on(tmp_path: Path) -> None:

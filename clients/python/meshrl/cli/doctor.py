@@ -338,7 +338,8 @@ def doctor(
             ("what", "state", "found", "what to do"),
             [(diagnosis.what, diagnosis.state, diagnosis.found, diagnosis.remedy) for diagnosis in machine],
         )
-        if folder.last_step() is not None or found:
+        died = any(diagnosis.what == "run" and diagnosis.state != "ok" for diagnosis in machine)
+        if found or (folder.last_step() is not None and not died):
             click.echo()
             _print_causes(str(folder.path), found)
             if line := slower_half(observed):
