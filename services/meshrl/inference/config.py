@@ -211,7 +211,7 @@ class InferenceConfig(BaseConfig):
     api_key_var: str = Field(default="MESHRL_API_KEY", min_length=1)
     """Environment variable that holds it, if neither of the two above is set."""
 
-    seed: int | None = None
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
     """Seed of requests that bring none; None means one drawn at start."""
 
     drain_deadline_s: float = Field(default=30.0, ge=0.0)

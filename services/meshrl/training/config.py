@@ -150,7 +150,7 @@ class TrainingConfig(BaseConfig):
     torch_threads: int | None = Field(default=None, ge=1)
     """Threads for torch kernels; None means torch's own choice."""
 
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of everything random in training."""
 
     output_dir: Path = Path("outputs")

@@ -27,6 +27,12 @@ def test_a_tilde_is_the_users_folder_in_every_layer(load: Any, toml: Any, monkey
     assert load("--tags", "~/a,b").tags == ["/home/me/a", "b"]
 
 
+def test_an_empty_path_is_refused_and_so_are_numbers_without_end(load: Any, refused: Any) -> None:
+    assert "output_dir: is empty (from --output-dir); name a path" in refused("--output-dir", "")
+    assert "loss.delta: expected float, got 'inf'" in refused("--loss.delta", "inf")
+    assert load("--model.name", "m", "--tags", "").tags == []
+
+
 def test_files_merge_key_by_key(load: Any, toml: Any) -> None:
     first = toml("max_steps = 5\ntags = ['a', 'b']\n[model]\nname = 'm'\ndtype = 'float32'\n", "1.toml")
     second = toml("tags = ['c']\n[model]\nname = 'n'\n", "2.toml")

@@ -25,6 +25,12 @@ def refusal(**values) -> str:
             {"train": {"env": [{"id": "a", "seq_len": 4096}]}},
             "seq_len of 'a' is 4096, but a row holds orchestrator.seq_len = 2048 tokens",
         ),
+        (
+            {"train": {"env": [{"id": "a", "sampling": {"temperature": 0}}]}},
+            "orchestrator.sampling.temperature of 'a' is 0: a greedy sample has no distribution to correct for",
+        ),
+        ({"train": {"env": [{"id": "a"}]}, "sampling": {"temperature": 0}}, "temperature of 'a' is 0"),
+        ({"seed": -3}, "greater than or equal to 0"),
         ({"eval": {}}, "orchestrator.eval.env must name at least one environment"),
         ({"eval": {"env": [{"id": "a"}] * 2}}, "orchestrator.eval.env must have distinct names, got a more than once"),
     ],

@@ -33,6 +33,7 @@ class BaseConfig(BaseModel):
         validate_default=True,
         use_attribute_docstrings=True,
         hide_input_in_errors=True,
+        allow_inf_nan=False,
         validate_by_name=True,
         validate_by_alias=True,
         protected_namespaces=(),

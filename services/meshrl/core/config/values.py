@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import pathlib
 from collections.abc import Mapping
 from copy import copy
-from typing import Any
+from typing import Any, get_args
 
 from meshrl.core.config.base import ConfigError
 from meshrl.core.config.layers import Given, Layer
@@ -60,6 +61,8 @@ def in_present_words(root: Kind, layer: Layer) -> tuple[Layer, list[ConfigError]
             value = {} if value else None
         elif value == NONE and kind.nullable:
             value = None
+        elif value == "" and pathlib.Path in (kind.annotation, *get_args(kind.annotation)):
+            problems[path] = ConfigError(f"{'.'.join(path)}: is empty (from {origin}); name a path, or leave it out")
         elif (kind.item or kind).annotation not in (None, Any):  # a shell leaves --key=~/folder as it is
             value = _from_home(value)
         other = present.given.setdefault(path, Given(value, origin)).value

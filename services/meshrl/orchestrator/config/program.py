@@ -384,7 +384,7 @@ class OrchestratorConfig(BaseConfig):
     server: ServerConfig | None = None
     """Where to serve health; None means nowhere."""
 
-    seed: int | None = None
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
     """Seed of the order of tasks and of the rollouts' sampling. None: tasks are in the order of seed 0, and training
     rollouts have no seeds, which cost vLLM a fifth of its pace at 512 in flight. Evaluations always have seeds."""
 
@@ -510,6 +510,17 @@ class OrchestratorConfig(BaseConfig):
             )
         remedy = "give each [[orchestrator.train.env]] its own name"
         refuse_repeated_names(self.train.env, "orchestrator.train.env", remedy)
+        return self
+
+    @model_validator(mode="after")
+    def _training_samples_at_random(self) -> Self:
+        for env in self.train.env:
+            own = env.sampling.temperature
+            if (self.sampling.temperature if own is None else own) == 0:
+                raise ValueError(
+                    f"orchestrator.sampling.temperature of {env.resolved_name!r} is 0: a greedy sample has no"
+                    " distribution to correct for; set it above 0 (evaluations may be greedy)"
+                )
         return self
 
     @property
