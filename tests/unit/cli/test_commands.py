@@ -449,7 +449,7 @@ def test_logs_of_several_programs_are_one_in_the_order_of_time(tmp_path: Path) -
     result = meshrl("logs", "-o", str(tmp_path))
     assert [line.split()[-1] for line in result.output.splitlines()] == ["a", "a", "b", "c"]
     assert [line.split()[0] for line in result.output.splitlines()] == ["trainer", "trainer", "weights", "trainer"]
-    refused = meshrl("logs", "-s", "hub", "-o", str(tmp_path))
+    refused = meshrl("logs", "hub", "-o", str(tmp_path))
     assert "no log of hub" in refused.output
     assert "there are: trainer, weights" in refused.output
     assert "no attempt 3 in" in meshrl("logs", "-a", "3", "-o", str(tmp_path)).output
@@ -501,7 +501,7 @@ def test_logs_of_a_program_are_those_of_all_its_runs(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     for name, line in (("eval", "10:00:01.000 INFO a"), ("eval.2", "10:00:02.000 INFO b"), ("rl", "10:00:03.000 c")):
         (tmp_path / f"logs/{name}.log").write_text(f"{line}\n")
-    shown = [line.split()[0] for line in meshrl("logs", "-s", "eval", "-o", str(tmp_path)).output.splitlines()]
+    shown = [line.split()[0] for line in meshrl("logs", "eval", "-o", str(tmp_path)).output.splitlines()]
     assert shown == ["eval", "eval.2"]
     only = meshrl("logs", "-s", "eval.2", "-o", str(tmp_path)).output
     assert only.split()[0] == "eval.2"

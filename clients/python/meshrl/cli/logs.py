@@ -20,15 +20,24 @@ TAIL_BYTES = 2**20  # of each log, in which its last lines are looked for
 
 
 @click.command()
+@click.argument("programs", nargs=-1)
 @folder_option
-@click.option("-s", "--service", "services", multiple=True, help="Only this program's logs; may be given again.")
+@click.option("-s", "--service", "services", multiple=True, help="The same as a PROGRAM; may be given again.")
 @click.option(
     "-n", "--lines", type=click.IntRange(min=0), default=20, show_default=True, help="Last lines of each log."
 )
 @click.option("-f", "--follow", is_flag=True, help="Go on with what comes, also of the next start, until Ctrl-C.")
 @click.option("-a", "--attempt", type=int, help="The logs of this start of the run, from 1; the newest is shown else.")
-def logs(folder: RunFolder, services: tuple[str, ...], lines: int, follow: bool, attempt: int | None) -> None:
-    """Print the end of each program's log, and what is added to it."""
+def logs(
+    programs: tuple[str, ...],
+    folder: RunFolder,
+    services: tuple[str, ...],
+    lines: int,
+    follow: bool,
+    attempt: int | None,
+) -> None:
+    """Print the end of the log of each PROGRAM, by default of all, and what is added to it."""
+    services = (*programs, *services)
     found = _chosen(folder, services, attempt)
     ends = [_stamped(name, path, lines) for name, path in found.items()]
     read = {path: GrowingFile(path, end) for path, (_, end) in zip(found.values(), ends, strict=True)}
