@@ -13,6 +13,7 @@ from meshrl.core.config import BaseConfig
 from meshrl.core.config.shared import (
     GROUP_SIZE_SPELLINGS,
     EnvConfig,
+    NumExamples,
     ServerConfig,
     refuse_repeated_names,
 )
@@ -26,7 +27,7 @@ DEFAULT_SEQ_LEN = 2048
 class TrialEnvConfig(EnvConfig):
     """One environment to play. A key that is None is taken from the key of the same name above it."""
 
-    num_examples: int | None = Field(default=None, ge=-1)
+    num_examples: NumExamples | None = None
     """Tasks of this environment, from the first on. -1 takes all, None takes num_examples."""
 
     group_size: int | None = Field(default=None, ge=1, validation_alias=GROUP_SIZE_SPELLINGS)
@@ -64,7 +65,7 @@ class TrialsConfig(PlayConfig):
     env: list[TrialEnvConfig] = Field(default_factory=list)
     """Environments to play with their settings."""
 
-    num_examples: int = Field(default=-1, ge=-1)
+    num_examples: NumExamples = -1
     """Tasks per environment, from the first on; -1 takes all."""
 
     group_size: int = Field(default=1, ge=1, validation_alias=GROUP_SIZE_SPELLINGS)

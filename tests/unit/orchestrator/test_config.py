@@ -31,6 +31,7 @@ def refusal(**values) -> str:
         ),
         ({"train": {"env": [{"id": "a"}]}, "sampling": {"temperature": 0}}, "temperature of 'a' is 0"),
         ({"seed": -3}, "greater than or equal to 0"),
+        ({"eval": {"env": [{"id": "a", "num_examples": 0}]}}, "must be 1 or more, or -1 for all tasks, got 0"),
         ({"eval": {}}, "orchestrator.eval.env must name at least one environment"),
         ({"eval": {"env": [{"id": "a"}] * 2}}, "orchestrator.eval.env must have distinct names, got a more than once"),
     ],

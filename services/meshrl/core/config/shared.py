@@ -211,6 +211,16 @@ def log_extras_of(shown: WandbConfig | PrimeMonitorConfig | None, log: LogConfig
 GROUP_SIZE_SPELLINGS = AliasChoices("group_size", "rollouts_per_example")
 
 
+def _some_or_all(number: int) -> int:
+    if number == 0:
+        raise ValueError("must be 1 or more, or -1 for all tasks, got 0")
+    return number
+
+
+NumExamples = Annotated[int, Field(ge=-1), AfterValidator(_some_or_all)]
+"""How many tasks of an environment are played; -1 takes all."""
+
+
 class SamplingConfig(BaseConfig):
     """How to sample tokens. None takes the environment's value, then the engine's."""
 

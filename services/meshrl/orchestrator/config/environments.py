@@ -7,7 +7,13 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from meshrl.core.config import BaseConfig
-from meshrl.core.config.shared import GROUP_SIZE_SPELLINGS, EnvConfig, SamplingConfig, refuse_repeated_names
+from meshrl.core.config.shared import (
+    GROUP_SIZE_SPELLINGS,
+    EnvConfig,
+    NumExamples,
+    SamplingConfig,
+    refuse_repeated_names,
+)
 from meshrl.orchestrator.config.algorithms import AlgoConfig
 
 
@@ -47,7 +53,7 @@ class EvalEnvConfig(RunEnvConfig):
     interval: int | None = Field(default=None, ge=1)
     """Evaluate this environment after every so many steps; None takes eval.interval."""
 
-    num_examples: int | None = Field(default=None, ge=-1)
+    num_examples: NumExamples | None = None
     """Tasks of this environment, from the first on. -1 takes all, None eval.num_examples."""
 
     group_size: int | None = Field(default=None, ge=1, validation_alias=GROUP_SIZE_SPELLINGS)
@@ -63,7 +69,7 @@ class EvalConfig(BaseConfig):
     env: list[EvalEnvConfig] = Field(default_factory=list)
     """Evaluation environments; at least one. Training environments may be named again."""
 
-    num_examples: int = Field(default=-1, ge=-1)
+    num_examples: NumExamples = -1
     """Tasks per environment, from the first on; -1 takes all."""
 
     group_size: int = Field(default=1, ge=1, validation_alias=GROUP_SIZE_SPELLINGS)
