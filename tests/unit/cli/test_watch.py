@@ -55,3 +55,6 @@ def test_a_run_that_is_over_has_no_rows_of_services_that_are_gone(run_path: Path
     assert "finished, step 200 of 200" in " ".join(done.output.split())
     assert "not answering" not in done.output
     assert "\x1b[3" not in done.output, "no colour"
+    status = CliRunner().invoke(main, ["status", "-o", str(run_path)]).output
+    assert "ended" in status
+    assert "not answering" not in status

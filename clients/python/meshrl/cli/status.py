@@ -83,6 +83,8 @@ async def read_status(folder: RunFolder) -> RunStatus:
     last, now_s = folder.last_step(), time.time()
     running, disk = folder.is_running(), folder.disk_trouble()
     if orchestrator := _orchestrator(folder, last, now_s, running=running):
+        if orchestrator.state == "ended":  # its services went with it, but for those that serve others too
+            rows = [row for row in rows if row.state != "not answering"]
         rows.append(orchestrator)
     states = folder.states() if running else {}
     newest = next((row.version for row in rows if row.service == "trainer" and row.version is not None), None)

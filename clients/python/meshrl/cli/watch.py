@@ -71,11 +71,9 @@ def _curves(history: MetricsHistory, points: int, ramp: str) -> Iterator[str]:
 
 
 def _services(status: RunStatus) -> Iterator[str]:
-    over = any(row.service == "orchestrator" and row.state == "ended" for row in status.rows)
     for row in status.rows:
-        if not over or row.state != "not answering":
-            version = "" if row.version is None else f" v{row.version}" + (f" (-{row.lag})" if row.lag else "")
-            yield f"{row.service:12} {row.address} {row.state}{version}: {row.detail}"
+        version = "" if row.version is None else f" v{row.version}" + (f" (-{row.lag})" if row.lag else "")
+        yield f"{row.service:12} {row.address} {row.state}{version}: {row.detail}"
 
 
 @click.command()
