@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, SecretStr, field_validator, model_validator
 
 from meshrl.core.config import BaseConfig
-from meshrl.core.config.shared import LogConfig, ModelConfig, ServerConfig, TlsConfig, WeightBroadcastConfig
+from meshrl.core.config.shared import LogConfig, ModelConfig, Seed, ServerConfig, TlsConfig, WeightBroadcastConfig
 from meshrl.core.private_folders import ReadableBy
 from meshrl.machine.addresses import ANY_HOST
 from meshrl.prime_rl.keys import VLLM_ARGUMENTS
@@ -211,7 +211,7 @@ class InferenceConfig(BaseConfig):
     api_key_var: str = Field(default="MESHRL_API_KEY", min_length=1)
     """Environment variable that holds it, if neither of the two above is set."""
 
-    seed: int | None = Field(default=None, ge=0, lt=2**63)
+    seed: Seed | None = None
     """Seed of requests that bring none; None means one drawn at start."""
 
     drain_deadline_s: float = Field(default=30.0, ge=0.0)

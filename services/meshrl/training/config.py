@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from meshrl.core.config import BaseConfig
-from meshrl.core.config.shared import LogConfig
+from meshrl.core.config.shared import LogConfig, Seed
 from meshrl.core.config.typed import TypedConfig
 from meshrl.core.private_folders import ReadableBy
 from meshrl.training.bench.config import BenchConfig
@@ -150,7 +150,7 @@ class TrainingConfig(BaseConfig):
     torch_threads: int | None = Field(default=None, ge=1)
     """Threads for torch kernels; None means torch's own choice."""
 
-    seed: int = Field(default=0, ge=0, lt=2**63)
+    seed: Seed = 0
     """Seed of everything random in training."""
 
     output_dir: Path = Path("outputs")

@@ -71,6 +71,11 @@ def test_the_report_is_one_file_without_an_address_of_another(run_path: Path, tm
     assert json.loads(data)["series"]["reward/all/mean"][1][-1] == 1.0
 
 
+def test_a_folder_that_is_named_twice_is_refused(run_path: Path, tmp_path: Path) -> None:
+    done = CliRunner().invoke(main, ["report", str(run_path), "-o", str(tmp_path)])
+    assert (done.exit_code, done.output.count("give one of them")) == (2, 1)
+
+
 def test_a_folder_without_a_step_is_refused(tmp_path: Path) -> None:
     done = CliRunner().invoke(main, ["report", str(tmp_path)])
     assert done.exit_code == 1

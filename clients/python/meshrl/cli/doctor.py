@@ -339,9 +339,10 @@ def doctor(
             [(diagnosis.what, diagnosis.state, diagnosis.found, diagnosis.remedy) for diagnosis in machine],
         )
         died = any(diagnosis.what == "run" and diagnosis.state != "ok" for diagnosis in machine)
-        if found or (folder.last_step() is not None and not died):
+        if found or folder.last_step() is not None:
             click.echo()
-            _print_causes(str(folder.path), found)
+            if found or not died:
+                _print_causes(str(folder.path), found)
             if line := slower_half(observed):
                 click.echo(line)
     raise SystemExit(1 if any(diagnosis.state == "fail" for diagnosis in machine) else 0)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 
 from meshrl.cli.command import CliError, folder_option
 from meshrl.cli.run_folder import RunFolder
@@ -131,7 +132,10 @@ def report(run: Path | None, folder: RunFolder, target: Path | None, price: floa
 
     RUN is its output folder, as -o. The file needs no network, so it can be attached to an issue.
     """
-    folder = folder if run is None else RunFolder(run)
+    if run is not None:
+        if click.get_current_context().get_parameter_source("folder") is ParameterSource.COMMANDLINE:
+            raise click.UsageError("RUN and -o both name a run's folder; give one of them")
+        folder = RunFolder(run)
     path = target or folder.path / "report.html"
     page = report_page(folder, price)
     try:

@@ -211,6 +211,10 @@ def log_extras_of(shown: WandbConfig | PrimeMonitorConfig | None, log: LogConfig
 GROUP_SIZE_SPELLINGS = AliasChoices("group_size", "rollouts_per_example")
 
 
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+"""What random numbers begin with."""
+
+
 def _some_or_all(number: int) -> int:
     if number == 0:
         raise ValueError("must be 1 or more, or -1 for all tasks, got 0")

@@ -15,6 +15,7 @@ from meshrl.core.config.shared import (
     LogExtrasConfig,
     PrimeMonitorConfig,
     SamplingConfig,
+    Seed,
     ServerConfig,
     ServicesConfig,
     TlsConfig,
@@ -384,7 +385,7 @@ class OrchestratorConfig(BaseConfig):
     server: ServerConfig | None = None
     """Where to serve health; None means nowhere."""
 
-    seed: int | None = Field(default=None, ge=0, lt=2**63)
+    seed: Seed | None = None
     """Seed of the order of tasks and of the rollouts' sampling. None: tasks are in the order of seed 0, and training
     rollouts have no seeds, which cost vLLM a fifth of its pace at 512 in flight. Evaluations always have seeds."""
 
