@@ -89,7 +89,7 @@ archive: setup ## Pack protos, vectors and docs/contract.md as outputs/meshrl-co
 	$(RUN) python scripts/archive_contract.py
 
 # Those that need neither a GPU, nor TRL, nor root, nor an hour.
-BENCHMARKS := deltas engine hub ledger rollouts tokens ui weight_sync workers
+BENCHMARKS := deltas engine hub hub_bytes ledger rollouts tokens ui weight_sync workers
 
 bench: setup ## Print the benchmark tables that two cores make; the others are in tests/benchmarks
 	for name in $(BENCHMARKS); do $(RUN) python tests/benchmarks/bench_$$name.py; done

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from loguru import logger
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from meshrl.client import WeightSyncClient
 from meshrl.client.backoff import AWAY_S, Backoff
 from meshrl.core.waiting import read_ahead
+from meshrl.versions import raw_bytes
 from meshrl.versions.progress import Progress
 from meshrl.versions.sources import ByteSource, Connections, LinkLimits, RateLimit
 from meshrl.versions.version_bytes import chunk_of
@@ -140,6 +141,14 @@ class Uploader:
     ) -> StagedVersion:
         if buffer is None:
             return await self._client.create_version(manifest, stall_s=self._retry_for_s)
+        if self._limits.mbps == 0.0 and manifest.payload_bytes >= raw_bytes.FROM_BYTES:
+            staged = await self._client.create_version(manifest)
+            if staged.raw_bytes is not None:
+                if await raw_bytes.send(self._client.address, staged, manifest, buffer, self._progress.moved):
+                    return replace(staged, missing_offsets=())
+                staged = await self._client.create_version(manifest)
+            if not (missing := staged.missing_offsets):
+                return staged
         length_of = {chunk.offset: chunk.length for chunk in manifest.chunks}
         queue = deque(missing)
 

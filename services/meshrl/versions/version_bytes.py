@@ -1,13 +1,14 @@
 """The bytes of one version, of which chunks may be missing: in memory, or in files.
 
 Uploads and downloads fill them; a hub and relays serve the present chunks while the rest comes. A chunk is present once
-its BLAKE3 was right, and is checked again when it is read from a file: bytes that changed at rest are never sent on.
+its BLAKE3 was right, and is checked again when it is read from a file to be sent in messages.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import socket
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
@@ -113,6 +114,16 @@ class VersionBytes:
             start = os.fstat(file.fileno()).st_size - self.manifest.payload_bytes
             write_at(file.fileno(), data.data, start + offset)
 
+    def room(self, offset: int, end: int) -> NDArray[np.uint8]:
+        """Where missing bytes [offset, end) are received before `take`. Raises OVERLOADED as `put`."""
+        if self._memory is None:
+            return np.empty(end - offset, dtype=np.uint8)
+        if self.file is not None:  # a write to a page of a mapping that cannot be had kills the process
+            with room_for(self.manifest, self.folder.parent, "this host"), open(self.file, "r+b", buffering=0) as file:
+                start = os.fstat(file.fileno()).st_size - self.manifest.payload_bytes
+                os.posix_fallocate(file.fileno(), start + offset, end - offset)
+        return self._memory[offset:end]
+
     def complete(self, index: int) -> None:
         """All bytes of a chunk were put. Raises MeshError DIGEST_MISMATCH."""
         chunk = self.manifest.chunks[index]
@@ -134,12 +145,20 @@ class VersionBytes:
         if entry is None or (entry.offset, entry.length) != (chunk.offset, len(chunk.data)):
             text = f"[{chunk.offset}, +{len(chunk.data)}) is not a chunk of the manifest"
             raise invalid([FieldViolation("chunk.offset", text)], "the upload")
-        data = sound_bytes(chunk)
+        self.take(entry, sound_bytes(chunk), framed=chunk)
+
+    def take(self, entry: ChunkEntry, data: NDArray[np.uint8], *, framed: Chunk | None = None) -> None:
+        """Takes a chunk of the manifest, which may be here already. Raises as `put`, and DIGEST_MISMATCH.
+
+        `data` may be of `room`. `framed`: with its checksum, to be sent on.
+        """
+        index = self._index_at(entry.offset)
         self._check(entry, data.data)  # before it is put: the one that is here may be right
         if index in self.missing:
-            self.put(chunk.offset, data)
-            if self._memory is None:
-                self._remember(index, chunk)
+            if self._memory is None or not np.may_share_memory(data, self._memory):
+                self.put(entry.offset, data)
+            if framed is not None and self._memory is None:
+                self._remember(index, framed)
             self._is_here(index)
 
     def _is_here(self, index: int) -> None:
@@ -167,6 +186,14 @@ class VersionBytes:
                 f"the chunk at {chunk.offset} of version {self.manifest.version} is not the one in its manifest; did"
                 " the weights change meanwhile?",
             )
+
+    def chunks_of(self, start: int, end: int) -> Sequence[ChunkEntry]:
+        """The whole chunks that make up [start, end). Raises INVALID_REQUEST where it begins or ends inside one."""
+        chunks = self.manifest.chunks
+        found = chunks[max(self._index_at(start), 0) : self._index_at(end - 1) + 1]
+        if not found or found[0].offset != start or found[-1].offset + found[-1].length != end:
+            raise invalid([FieldViolation("range", f"[{start}, {end}) is not made of chunks of the manifest")])
+        return found
 
     def is_chunk(self, offset: int, length: int) -> bool:
         chunk = self.manifest.chunks[self._index_at(offset)]
@@ -226,6 +253,11 @@ class VersionBytes:
                             raise self._changed_at_rest(chunk)
         except OSError as error:
             raise MeshError(Reason.CHUNKS_MISSING, f"the hub cannot read a file of the version: {error}") from error
+
+    def send(self, connection: socket.socket, offset: int, end: int) -> None:
+        """Sends [offset, end) from its files as they are: the receiver checks the chunks. Raises OSError."""
+        with PayloadReader(self._files) as reader:
+            reader.send(connection, offset, end)
 
     def read(self, offset: int, end: int, chunk_bytes: int) -> Iterator[Chunk]:
         """Yields [offset, end) in pieces of at most `chunk_bytes`, none across chunks of the manifest.

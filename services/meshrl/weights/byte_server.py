@@ -77,7 +77,7 @@ class ByteServer:
         for offset, length in ranges or ((0, num_bytes),):
             at, end, waited_s = offset, offset + length, 0.0
             while at < end:
-                stop = await self._available_to(held, at, end, SIGN_S if waited_s else 0.0, arriving)
+                stop = await self.available_to(held, at, end, SIGN_S if waited_s else 0.0, arriving)
                 if stop == at:
                     if waited_s > ARRIVAL_DEADLINE_S:
                         text = f"its source sent no more of artifact {artifact_id} for {ARRIVAL_DEADLINE_S:g} s"
@@ -91,9 +91,10 @@ class ByteServer:
                         yield message
                 at, waited_s = stop, 0.0
 
-    async def _available_to(
+    async def available_to(
         self, held: VersionBytes, at: int, end: int, wait_s: float, arriving: Callable[[], bool]
     ) -> int:
+        """The end of the bytes that can be sent from `at` on, at most `end`; `at` if none came within `wait_s`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 while True:

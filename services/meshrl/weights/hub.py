@@ -24,7 +24,8 @@ from meshrl.core.durable import disk_trouble
 from meshrl.core.telemetry.waits import waits_of
 from meshrl.core.waiting import Pulse
 from meshrl.versions.store import VersionStore
-from meshrl.weights.byte_server import ByteServer
+from meshrl.versions.version_bytes import VersionBytes
+from meshrl.weights.byte_server import ARRIVAL_DEADLINE_S, ByteServer
 from meshrl.weights.compiled import CompiledStore
 from meshrl.weights.coordinator.coordinator import Coordinator
 from meshrl.weights.coordinator.engine_groups import BroadcastRequest
@@ -419,15 +420,42 @@ class Hub:
 
     def fetch(self, artifact_id: str, ranges: Sequence[tuple[int, int]], chunk_bytes: int) -> AsyncIterator[bytes]:
         """As `ByteServer.feed`. Raises also VERSION_NOT_SEALED if no bytes come."""
+        self._check_comes(artifact_id)
+        return self._bytes.feed(artifact_id, ranges, chunk_bytes, partial(self._is_arriving, artifact_id))
+
+    def _check_comes(self, artifact_id: str) -> None:
         record = self._record(artifact_id)
         if record is not None and record.state is VersionState.STAGING and not record.arriving:
             raise MeshError(Reason.VERSION_NOT_SEALED, f"version {record.version} is still being staged")
 
-        def arriving() -> bool:
-            record = self._record(artifact_id)
-            return record is not None and record.state is VersionState.STAGING
+    def _is_arriving(self, artifact_id: str) -> bool:
+        record = self._record(artifact_id)
+        return record is not None and record.state is VersionState.STAGING
 
-        return self._bytes.feed(artifact_id, ranges, chunk_bytes, arriving)
+    async def raw_fetch(self, artifact_id: str, at: int, end: int) -> tuple[VersionBytes, int]:
+        """The version, and up to where its bytes from `at` on can be sent. Raises as `fetch`, once none came."""
+        self._check_comes(artifact_id)
+        held = self._store.held(artifact_id)
+        if held.manifest.transport is Transport.NCCL or end > held.manifest.payload_bytes:
+            raise invalid([FieldViolation("range", "the hub has no such bytes")], "the fetch")
+        arriving = partial(self._is_arriving, artifact_id)
+        stop = await self._bytes.available_to(held, at, end, ARRIVAL_DEADLINE_S, arriving)
+        if stop == at:
+            raise MeshError(Reason.UNREACHABLE, f"no more of artifact {artifact_id} came")
+        return held, stop
+
+    async def raw_upload(self, artifact_id: str) -> tuple[VersionBytes, Callable[[], None]]:
+        """Where a staged version's chunks are put on a thread, and what is called on the event loop after each."""
+        self._check_stays()
+        records = (each for each in self.coordinator.live if artifact_id in each.artifacts and each.takes(artifact_id))
+        if (record := next(records, None)) is None:
+            raise MeshError(Reason.UNKNOWN_VERSION, f"no bytes of artifact {artifact_id} are awaited")
+
+        def came() -> None:
+            self._actions.put(self.coordinator.arrives(record, self._now()))
+            self._bytes.changed()
+
+        return self._store.held(artifact_id), came
 
     def _record(self, artifact_id: str) -> VersionRecord | None:
         try:

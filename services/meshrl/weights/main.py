@@ -12,7 +12,7 @@ from opentelemetry import trace
 
 from meshrl.client import WeightSyncClient
 from meshrl.client.authority import Authority, AuthorityError
-from meshrl.client.credentials import CredentialFiles
+from meshrl.client.credentials import CredentialFiles, default_credentials
 from meshrl.client.trust import Role, TrustFile
 from meshrl.core.config import ConfigError, load_config
 from meshrl.core.config.shared import ServerConfig
@@ -37,6 +37,7 @@ from meshrl.weights.decision_log import LogError
 from meshrl.weights.engine_calls import EngineCaller
 from meshrl.weights.hub import Hub
 from meshrl.weights.metrics import HubMetrics
+from meshrl.weights.raw_server import RawServer
 from meshrl.weights.relay import Relay
 from meshrl.weights.service import RelayService, WeightSyncService
 from meshrl.wire import frames
@@ -85,12 +86,16 @@ async def serve(config: WeightsConfig, stop: asyncio.Event, tracer: trace.Tracer
     except (LogError, OSError) as error:
         logger.error("the hub cannot start: {}", disk_trouble(error) or error)
         return 1
-    server = GrpcServer(config.server, tracer=tracer)
-    server.add(frames.SERVICE, frames.add_weight_sync, WeightSyncService(hub, on_drained=stop.set))
+    server, raw = GrpcServer(config.server, tracer=tracer), None
+    if config.raw_port is not None and not default_credentials().encrypted:
+        raw = RawServer(hub, config.server.host, config.raw_port)
+    server.add(frames.SERVICE, frames.add_weight_sync, WeightSyncService(hub, on_drained=stop.set, raw=raw))
     enrollment, entry = _enrollment(Layout(config.output_dir).credentials, config.enrollment_port), None
     if enrollment is not None:
         server.add(ENROLLMENT, add_EnrollmentServiceServicer_to_server, enrollment)
     try:
+        if raw is not None:
+            logger.info("weights: raw bytes at {}:{}", config.server.host, raw.start())
         port = await server.start()
         if enrollment is not None and config.enrollment_port is not None:
             enrollment.renewal_port = port
@@ -115,6 +120,8 @@ async def serve(config: WeightsConfig, stop: asyncio.Event, tracer: trace.Tracer
             calling.cancel()
         server.set_not_serving()
         hub.close_streams()
+        if raw is not None:
+            await raw.stop()
         if entry is not None:
             await entry.drain(0.0)
         await server.drain(DRAIN_GRACE_S)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -20,6 +21,7 @@ from meshrl.v1 import weights_pb2 as pb
 from meshrl.v1 import weights_pb2_grpc
 from meshrl.weights.coordinator.engine_groups import BroadcastRequest
 from meshrl.weights.hub import Hub
+from meshrl.weights.raw_server import RawServer
 from meshrl.weights.relay import Relay
 from meshrl.wire import convert, frames
 from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
@@ -83,9 +85,11 @@ def _asked(
 class WeightSyncService(weights_pb2_grpc.WeightSyncServicer):
     """Every RPC of WeightSync, as specified in proto/meshrl/v1/weights.proto."""
 
-    def __init__(self, hub: Hub, on_drained: Callable[[], None] = lambda: None) -> None:
-        """`on_drained` is called once a client's Drain has left no commit under way."""
-        self._hub, self._on_drained = hub, on_drained
+    def __init__(
+        self, hub: Hub, on_drained: Callable[[], None] = lambda: None, *, raw: RawServer | None = None
+    ) -> None:
+        """`on_drained` is called once a client's Drain has left no commit under way. `raw` has been started."""
+        self._hub, self._on_drained, self._raw = hub, on_drained, raw
         self._requests: FirstAnswers[None] = FirstAnswers()
 
     SealVersion = _asked(
@@ -155,6 +159,8 @@ class WeightSyncService(weights_pb2_grpc.WeightSyncServicer):
 
         manifest = await asyncio.to_thread(convert.manifest_of, header, lists)
         staged = await self._hub.create_version(manifest, chunks())
+        if self._raw is not None:
+            staged = replace(staged, raw_bytes=self._raw.access("PUT"))
         answer: pb.CreateVersionResponse = convert.to_proto(staged)
         return answer
 
@@ -184,13 +190,16 @@ class WeightSyncService(weights_pb2_grpc.WeightSyncServicer):
         if request.gzip_ok:
             context.set_compression(grpc.Compression.Gzip)
             await context.send_initial_metadata(())  # else grpc.aio forgets the compression
+        raw_bytes = None if self._raw is None else convert.to_proto(self._raw.access("GET"))
         if request.view != pb.MANIFEST_VIEW_HEADER:
             return pb.GetManifestResponse(
+                raw_bytes=raw_bytes,
                 manifest=convert.to_proto(found.manifest),
                 artifact_id=found.artifact_id,
                 steps=map(convert.to_proto, found.steps),
             )
         return pb.GetManifestResponse(
+            raw_bytes=raw_bytes,
             manifest=convert.manifest_header(found.manifest),
             artifact_id=found.artifact_id,
             steps=map(convert.manifest_header, found.steps),

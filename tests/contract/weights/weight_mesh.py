@@ -24,6 +24,7 @@ from meshrl.versions.placement import PlacementTracer, check_parts
 from meshrl.weights.config import WeightsConfig
 from meshrl.weights.hub import Hub
 from meshrl.weights.main import build_hub
+from meshrl.weights.raw_server import RawServer
 from meshrl.weights.service import WeightSyncService
 from meshrl.wire import frames
 from meshrl.wire.errors import MeshError, Reason
@@ -169,6 +170,7 @@ class Mesh:
         self.port = free_port()
         self.credentials: Credentials | None = None
         self.hub: Hub
+        self.raw: RawServer
         self._server: GrpcServer | None = None
         self._clients: list[WeightSyncClient] = []
         self._agents: dict[str, tuple[asyncio.Task[None], asyncio.Event]] = {}
@@ -179,13 +181,16 @@ class Mesh:
         self.hub = build_hub(config)
         await self.hub.start()
         self._server = GrpcServer(server, credentials=self.credentials)
-        self._server.add(frames.SERVICE, frames.add_weight_sync, WeightSyncService(self.hub))
+        self.raw = RawServer(self.hub, "127.0.0.1", 0)
+        self.raw.start()
+        self._server.add(frames.SERVICE, frames.add_weight_sync, WeightSyncService(self.hub, raw=self.raw))
         self.port = await self._server.start()
         self._server.set_serving()
 
     async def kill_hub(self) -> None:
         """Ends the hub without a word to anyone: calls in flight break off."""
         assert self._server is not None
+        await self.raw.stop()
         await self._server.drain(0.0)
         await self.hub.stop()
         self._server = None

@@ -30,6 +30,7 @@ from meshrl.wire.types import (
     Lease,
     Manifest,
     OpenedGroup,
+    RawBytes,
     SleepOutcome,
     StagedVersion,
     VersionEvent,
@@ -103,6 +104,8 @@ class WeightSyncClient(ServiceClient):
         super().__init__(address, options, tracer=tracer)
         self.capabilities: frozenset[str] | None = None
         """Of the hub, once it has answered a first call."""
+        self.raw_bytes: RawBytes | None = None
+        """For fetches, of the hub's last answer."""
         self._stub = weights_pb2_grpc.WeightSyncStub(self._channel)  # type: ignore[no-untyped-call]  # generated
         self._create_version = self._channel.stream_unary(
             frames.CREATE_VERSION,
@@ -269,6 +272,8 @@ class WeightSyncClient(ServiceClient):
                 raise
             request.view = pb.MANIFEST_VIEW_HEADER
             response = await self._unary(self._stub.GetManifest, "GetManifest", request)
+        self.raw_bytes = convert.from_proto(RawBytes, response.raw_bytes) if response.HasField("raw_bytes") else None
+        if request.view == pb.MANIFEST_VIEW_HEADER:
             return FoundVersion(
                 manifest=await self._manifest_in_parts(response.artifact_id),
                 artifact_id=str(response.artifact_id),

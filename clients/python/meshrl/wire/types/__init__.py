@@ -67,6 +67,7 @@ from meshrl.wire.types.weights import (
     Manifest,
     OpenedGroup,
     Prepare,
+    RawBytes,
     Resume,
     Retire,
     Sleep,

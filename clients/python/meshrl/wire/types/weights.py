@@ -304,12 +304,21 @@ class Chunk:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RawBytes:
+    """Where a hub moves raw bytes over HTTP: a port of its host, and the caller's key."""
+
+    port: int
+    key: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class StagedVersion:
     """`missing_offsets` is empty when it can be sealed."""
 
     artifact_id: str
     missing_offsets: tuple[int, ...]
     max_chunk_bytes: int
+    raw_bytes: RawBytes | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
