@@ -161,10 +161,12 @@ def entries_of(
     num_bytes = sum(plan.num_bytes for plan in plans)
     if len(stream) != num_bytes:
         raise ValueError(f"the byte stream has {len(stream)} bytes, its plan {num_bytes}")
-    spans = ((plan.offset, plan.num_bytes) for plan in plans)
-    digests = each(lambda span: digest(stream[span[0] : sum(span)]), spans)
-    tensors = tuple(replace(plan, digest=found) for plan, found in zip(plans, digests, strict=True))
-    return tensors, chunks_of(stream, chunk_bytes, each=each)
+    spans = [(plan.offset, plan.num_bytes) for plan in plans]
+    pieces = plan_chunks(num_bytes, chunk_bytes)
+    digests = iter(each(lambda span: digest(stream[span[0] : sum(span)]), [*spans, *pieces]))
+    tensors = tuple(replace(plan, digest=next(digests)) for plan in plans)
+    chunks = (ChunkEntry(offset=offset, length=length, digest=next(digests)) for offset, length in pieces)
+    return tensors, tuple(chunks)
 
 
 @dataclass(frozen=True, kw_only=True)
