@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -83,13 +83,10 @@ class HostBytes:
         with ThreadPoolExecutor(THREADS) as threads:
             list(threads.map(copy, pieces))
 
-    def wrong_tensor(
-        self, manifest: Manifest, stop: threading.Event, wait_for: Callable[[int], None] = lambda end: None
-    ) -> str | None:
+    def wrong_tensor(self, manifest: Manifest, stop: threading.Event) -> str | None:
         """Name of the first tensor whose digest is not the manifest's; None: all are right, or `stop` is set. Blocking.
 
-        `wait_for` returns once the bytes up to a tensor's end are here. Additive digests are slow on a host, so the
-        hashes of the chunks are checked in their place.
+        Additive digests are slow on a host, so the hashes of the chunks are checked in their place.
         """
         additive = manifest.digest_algorithm == SUM128 and len(manifest.chunks) > 0
 
@@ -106,11 +103,7 @@ class HostBytes:
                 for entry in manifest.tensors
                 if any(entry.offset < end and start < entry.offset + entry.num_bytes for start, end in wrong)
             )
-        for entry in suspects:
-            wait_for(entry.offset + entry.num_bytes)
-            if not sound(entry):
-                return entry.name
-        return None
+        return next((entry.name for entry in suspects if not sound(entry)), None)
 
     def _is_sound(self, entry: TensorEntry | ChunkEntry) -> bool:
         data = self.of(entry)

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from loguru import logger
@@ -31,8 +31,6 @@ from meshrl.versions.version_bytes import VersionBytes
 from meshrl.wire import manifest as manifests
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import FoundVersion, Manifest, Transport, VersionKind
-
-Result = TypeVar("Result")
 
 MAX_THREADS = 8  # with more, what needs the interpreter's lock takes longer than each thread's share of the rest
 
@@ -218,7 +216,7 @@ class VersionLoader:
         try:
             await self._stage(manifest, held)
         finally:
-            held.release()
+            self.fetcher.release(held)
 
     async def _stage(self, manifest: Manifest, held: HostBytes) -> None:
         with self.times.part("staged"):
@@ -252,6 +250,8 @@ class VersionFetcher:
         self._downloader = downloader
         self._spool, self._ahead = spool, ahead
         self._arrived, self._awaited = 0, 0  # bytes of what is fetched now
+        self._leaving: list[HostBytes] = []
+        self._freed: asyncio.Task[None] | None = None
 
     def arriving(self, version: int) -> str:
         mb = f", of which {self._arrived / 1e6:.2f} of {self._awaited / 1e6:.2f} MB are here" if self._awaited else ""
@@ -276,7 +276,18 @@ class VersionFetcher:
             return held
         return mapped or await self._streamed(manifest, artifact_id)
 
+    def release(self, held: HostBytes) -> None:
+        """On a thread, once the caller has let go of it: freeing gigabytes takes a second."""
+
+        def free() -> None:
+            self._leaving.pop().release()
+
+        self._leaving.append(held)
+        self._freed = asyncio.create_task(asyncio.to_thread(free))
+
     async def _room(self, manifest: Manifest, *, for_writes: bool) -> HostBytes:
+        if self._freed is not None:  # its room may be what this one needs
+            await asyncio.wait({self._freed})
         if self._spool is None:
             return empty_bytes(manifest)
         return await asyncio.to_thread(self._spool.room_for, manifest, for_writes=for_writes)
@@ -291,28 +302,24 @@ class VersionFetcher:
         payload: Bytes = np.empty(manifest.payload_bytes, dtype=np.uint8)
         artifact_id = await asyncio.to_thread(manifests.artifact_id, manifest)
         held = VersionBytes(manifest, memory=payload)
-        await self._pull(held, artifact_id, partial(use, payload, held.wait_for))
-        return payload
-
-    async def _pull(self, held: VersionBytes, artifact_id: str, use: Callable[[], Result]) -> Result:
-        """Pulls the missing bytes while `use` runs on a thread, where it may wait for them. Raises its errors too."""
-        self._awaited += held.manifest.payload_bytes
+        self._awaited += manifest.payload_bytes
         pulling = asyncio.create_task(self._downloader.pull(held, artifact_id, self._arrive))
         # A thread of its own: were all of asyncio's waiting here, none would be left to write what they wait for.
         thread = ThreadPoolExecutor(1, thread_name_prefix="arriving")
-        using = asyncio.get_running_loop().run_in_executor(thread, copy_context().run, use)
+        using = asyncio.get_running_loop().run_in_executor(thread, copy_context().run, use, payload, held.wait_for)
         ends: set[asyncio.Future[Any]] = {pulling, using}
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_EXCEPTION)
             if using.done():
                 using.result()
             await pulling
-            return await using
+            await using
         finally:
             pulling.cancel()
             held.give_up()
             await asyncio.gather(*ends, return_exceptions=True)
             thread.shutdown(wait=False)
+        return payload
 
     async def fetch_delta_file(self, manifest: Manifest) -> HostBytes:
         assert self._spool is not None, "engines that patch are other processes"
@@ -342,15 +349,8 @@ class VersionFetcher:
         held = await self._room(manifest, for_writes=True)
         try:
             coming = VersionBytes(manifest, file=held.own, memory=held.parts[0][1])
-
-            def wrong_tensor() -> str | None:
-                if manifest.digest_algorithm == manifests.SUM128:  # each chunk is checked, and that is all
-                    return None
-                return held.wrong_tensor(manifest, threading.Event(), coming.wait_for)
-
-            wrong = await self._pull(coming, artifact_id, wrong_tensor)
-            if wrong is not None:
-                raise _damaged(manifest, wrong)
+            self._awaited += manifest.payload_bytes
+            await self._downloader.pull(coming, artifact_id, self._arrive)  # which checks each chunk
         except BaseException:  # abandoned fetches leave no file either
             held.release()
             raise
