@@ -104,7 +104,8 @@ class Hub:
         self._sessions: dict[str, Session] = {}  # those that are open, by lease
         # By version, and whether the decision is all that is waited for.
         self._waiters: dict[Key, list[tuple[asyncio.Future[Activation], bool]]] = {}
-        self._sealing: dict[str, asyncio.Task[None]] = {}  # by artifact
+        self._sealing: dict[str, asyncio.Task[None]] = {}  # by artifact, as those below
+        self._deleting: dict[str, asyncio.Task[None]] = {}
         self._changed = Pulse()  # a version did
         self._heard = Pulse()  # of an engine, or that time has passed
         self._opening = asyncio.Lock()  # a repeated request is not answered before the first one is durable
@@ -158,7 +159,7 @@ class Hub:
         self.close_streams()
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, *self._deleting.values(), return_exceptions=True)
         await self._log.close()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
@@ -212,9 +213,15 @@ class Hub:
                         refuse(future, action.result)
                     elif not future.done():
                         future.set_result(action.result)
-            case DeleteBytes():
-                await asyncio.to_thread(self._store.delete, action.artifact_id, action.paths)
-                self._bytes.changed()
+            case DeleteBytes():  # takes seconds for gigabytes, which no decision waits for
+                self._deleting[action.artifact_id] = deleting = asyncio.create_task(self._delete(action))
+                deleting.add_done_callback(self._ended)
+
+    async def _delete(self, action: DeleteBytes) -> None:
+        await asyncio.to_thread(self._store.delete, action.artifact_id, action.paths)
+        self._bytes.changed()
+        if self._deleting.get(action.artifact_id) is asyncio.current_task():
+            del self._deleting[action.artifact_id]
 
     # --- publishers -----------------------------------------------------------------------------
 
@@ -231,6 +238,8 @@ class Hub:
         await self._actions.put(actions)
         if not record.takes(artifact):
             return StagedVersion(artifact_id=artifact, missing_offsets=(), max_chunk_bytes=self._max_chunk_bytes)
+        if (deleting := self._deleting.get(artifact)) is not None:  # an earlier attempt's
+            await asyncio.wait({deleting})
         await asyncio.to_thread(self._store.open, artifact, manifest)
         await self._bytes.store_upload(
             artifact, chunks, lambda: self._actions.put(self.coordinator.arrives(record, self._now()))

@@ -13,6 +13,7 @@ from meshrl.trainer.ranks.commands import CommandSender
 from meshrl.training.parallel.rank_group import RankGroup
 from meshrl.versions import sources, uploads
 from meshrl.versions.sources import LinkLimits
+from meshrl.versions.store import VersionStore
 from meshrl.versions.version_bytes import VersionBytes
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.frames import parse_upload
@@ -171,3 +172,48 @@ async def test_publisher_seals_though_the_hub_restarts_and_lost_what_it_had(
     mesh.start_agent("e0", engine)
     await mesh.client().activate_version(run_id="run", version=0, prepare_deadline_s=20.0)
     assert engine.root == report.root
+
+
+@pytest.fixture
+def slow_deletes(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Bytes are not deleted before it is set."""
+    go_on, delete = threading.Event(), VersionStore.delete
+
+    def held_up(store: VersionStore, artifact_id: str, paths: Any) -> None:
+        assert go_on.wait(30.0)
+        delete(store, artifact_id, paths)
+
+    monkeypatch.setattr(VersionStore, "delete", held_up)
+    return go_on
+
+
+async def test_versions_go_on_while_bytes_of_older_ones_are_deleted(
+    mesh: Mesh, engine: MemoryEngine, transport: Transport, slow_deletes: threading.Event
+) -> None:
+    mesh.start_agent("e0", engine)
+    publisher = mesh.publisher(transport)
+    for version in range(5):
+        await publisher.publish(version, make_state(version + 1))
+        await mesh.activate(version)
+    store = mesh.hub._store
+    assert len(store.artifacts) == 5
+    slow_deletes.set()
+    await mesh.until(lambda: len(store.artifacts) == 2)
+
+
+async def test_a_version_that_was_aborted_is_staged_again_after_its_bytes_are_deleted(
+    mesh: Mesh, engine: MemoryEngine, slow_deletes: threading.Event
+) -> None:
+    publisher, client = mesh.publisher(Transport.STREAM), mesh.client()
+    prepared = await publisher.prepare(0, make_state(1))
+    staged = await client.create_version(prepared.manifest)
+    await client.abort_version(run_id="run", epoch=1, version=0, message="later")
+    again = asyncio.create_task(publisher.publish(0, make_state(1)))
+    await mesh.until(lambda: staged.artifact_id in mesh.hub._deleting)
+    await asyncio.sleep(0.3)
+    assert not again.done()
+    slow_deletes.set()
+    await again
+    mesh.start_agent("e0", engine)
+    await mesh.activate(0)
+    assert engine.holds(make_state(1))
