@@ -96,10 +96,15 @@ async def send(
 async def _over_connections(
     hub: str, port: int, chunks: Sequence[ChunkEntry], bring: Callable[[HTTPConnection, Run], None], what: str
 ) -> bool:
-    """Has `bring` move runs of chunks, on a thread for each connection, until all moved or all connections failed."""
+    """Has `bring` move runs of chunks, on a thread for each connection; a connection ends with its first failure.
+
+    Returns whether all moved.
+    """
     if hub.startswith("unix:") or sum(chunk.length for chunk in chunks) < FROM_BYTES:
         return False
-    host, here, queue = hub.rpartition(":")[0].strip("[]"), is_of_this_machine(hub), deque(_runs(chunks))
+    host, here = hub.rpartition(":")[0].strip("[]"), is_of_this_machine(hub)
+    runs, moved = list(_runs(chunks)), list[Run]()
+    queue = deque(runs)
     connections = [HTTPConnection(host, port, timeout=CONNECT_S) for _ in range(CONNECTIONS)]
 
     def work(connection: HTTPConnection) -> None:
@@ -109,9 +114,13 @@ async def _over_connections(
             if not here and time.monotonic() - began_s > FAR_S:
                 raise HTTPException("the hub is far away")
             set_deadline(connection.sock, SILENT_S)
-            with suppress(IndexError):  # none is left
-                while True:
-                    bring(connection, queue.popleft())
+            while True:
+                try:
+                    run = queue.popleft()
+                except IndexError:  # none is left
+                    return
+                bring(connection, run)
+                moved.append(run)
         finally:
             connection.close()
 
@@ -130,8 +139,9 @@ async def _over_connections(
     for failure in failures:
         if not isinstance(failure, OSError | HTTPException | MeshError):
             raise failure
-        logger.info("not all {} by {}:{} ({!r}): the rest by gRPC", what, host, port, failure)
-    return not failures
+    if len(moved) < len(runs):
+        logger.info("not all {} by {}:{} ({!r}): the rest by gRPC", what, host, port, failures[0])
+    return len(moved) == len(runs)
 
 
 def set_deadline(connection: socket.socket, seconds: float) -> None:

@@ -35,11 +35,14 @@ class DeltaRule:
         if self._sparse and not sparse:
             logger.info("version {} leaves in full: an engine of an older release reads no sparse deltas", version)
             return None
+        if self._deltas >= self._anchor_every:
+            logger.info("version {} leaves in full, after {} deltas", version, self._deltas)
+            return None
         return base
 
     def pays(self, version: int, *, delta_bytes: int, changed_bytes: int, num_bytes: int) -> bool:
         share, changed = delta_bytes / max(1, num_bytes), changed_bytes / max(1, num_bytes)
-        if share > PAYS_BELOW or self._deltas >= self._anchor_every:
+        if share > PAYS_BELOW:
             logger.info("version {} leaves in full: {:.1%} of its weights changed", version, changed)
             return False
         logger.info("version {} leaves as a delta: {:.2%} changed, {:.2%} of its bytes", version, changed, share)
