@@ -61,6 +61,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SHAPES = Path(__file__).parent / "shapes"
 PARTS = ("snapshot", "encode", "write", "group", "stage", "seal", "wire", "keep")
 STEPS = ("take_s", "group_s", "encode_s", "write_s", "stage_s", "seal_s", "prepare_s", "activate_s")
+ANCHORS = "anchors"
 MADE = {
     "tiny": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "vocab_size": 4096},
     "small": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 6, "vocab_size": 32768},
@@ -126,16 +127,18 @@ def run_rank(args: argparse.Namespace) -> None:
 
 async def lead(args: argparse.Namespace, parts: Any) -> list[dict[str, float]]:
     """Rank 0: publishes and activates versions; a record of each, the first of which counts for its set-up too."""
+    deltas = args.deltas[0]
+    broadcast = WeightBroadcastConfig(
+        type=args.transport,
+        address=args.hub,
+        bucket_mib=args.bucket_mib if args.transport == "nccl" else 256,
+        deltas="auto" if deltas == ANCHORS else deltas,
+        probe_tokens=0,
+        host=args.host,
+    )
     options = PublishOptions(
         model=TrainerModelConfig(name=args.shape),
-        broadcast=WeightBroadcastConfig(
-            type=args.transport,
-            address=args.hub,
-            bucket_mib=args.bucket_mib if args.transport == "nccl" else 256,
-            deltas=args.deltas[0],
-            probe_tokens=0,
-            host=args.host,
-        ),
+        broadcast=broadcast.model_copy(update={"anchor_every": 0}) if deltas == ANCHORS else broadcast,
         output_dir=Path(args.output_dir),
         hub_deadline_s=240.0,
         publish_deadline_s=600.0,
@@ -349,7 +352,12 @@ def main() -> None:
     parser.add_argument("--load", type=int, default=64, help="requests in flight at the engine")
     parser.add_argument("--bucket-mib", type=int, default=256)
     parser.add_argument("--policy", default="rolling")
-    parser.add_argument("--deltas", type=split, default=["auto"], help="auto, off or both, one after the other")
+    parser.add_argument(
+        "--deltas",
+        type=split,
+        default=["auto"],
+        help=f"auto, off, {ANCHORS} (in full, as versions before deltas leave) or several, one after the other",
+    )
     parser.add_argument("--changed", type=float, default=1.0, help="share of the weights that each version changes")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.4)
     parser.add_argument("--json", type=Path)
