@@ -66,9 +66,9 @@ class Downloader:
         `on_bytes` gets the number of bytes whenever some were put. Raises MeshError: CHUNK_CORRUPT when the link
         damages every copy, UNKNOWN_VERSION when the bytes are gone, DIGEST_MISMATCH when they changed at the hub,
         UNREACHABLE when nothing came for `stall_s`."""
-        came, source, access = 0, self.sources.choose(_now()), self._hub.raw_bytes
-        if access is not None and source.is_hub and self.limits.mbps == 0.0:
-            came = await raw_bytes.fetch(source.address, access, held, artifact_id, on_bytes)
+        came, source, port = 0, self.sources.choose(_now()), self._hub.raw_port
+        if port and source.is_hub and self.limits.mbps == 0.0:
+            came = await raw_bytes.fetch(source.address, port, held, artifact_id, on_bytes)
             self.taken_bytes += came
         if not held.missing:
             return came

@@ -1,4 +1,4 @@
-"""Moves the bytes of large versions between a hub nearby and this process over HTTP (RawBytes in weights.proto).
+"""Moves the bytes of large versions between a hub nearby and this process over HTTP (raw_port in weights.proto).
 
 The rest goes over gRPC, also after an error here: gRPC's errors have the reason.
 """
@@ -25,7 +25,7 @@ from meshrl.machine.addresses import is_of_this_machine
 from meshrl.versions.sources import FAR_S
 from meshrl.versions.version_bytes import VersionBytes
 from meshrl.wire.errors import MeshError
-from meshrl.wire.types import ChunkEntry, Manifest, RawBytes, StagedVersion
+from meshrl.wire.types import ChunkEntry, Manifest, StagedVersion
 
 FROM_BYTES = 64 * 2**20  # fewer are not worth the connections
 CONNECTIONS = 6
@@ -38,9 +38,7 @@ Run = Sequence[ChunkEntry]
 """Chunks that follow each other."""
 
 
-async def fetch(
-    hub: str, access: RawBytes, held: VersionBytes, artifact_id: str, on_bytes: Callable[[int], object]
-) -> int:
+async def fetch(hub: str, port: int, held: VersionBytes, artifact_id: str, on_bytes: Callable[[int], object]) -> int:
     """Fills missing chunks; returns how many bytes came. `on_bytes` gets their number as they come."""
     missing = [held.manifest.chunks[index] for index in sorted(held.missing)]
     loop, came = asyncio.get_running_loop(), 0
@@ -52,8 +50,7 @@ async def fetch(
 
     def bring(connection: HTTPConnection, run: Run) -> None:
         first, end = run[0].offset, run[-1].offset + run[-1].length
-        headers = {"Authorization": f"Bearer {access.key}", "Range": f"bytes={first}-{end - 1}"}
-        connection.request("GET", f"/artifacts/{artifact_id}", headers=headers)
+        connection.request("GET", f"/artifacts/{artifact_id}", headers={"Range": f"bytes={first}-{end - 1}"})
         answer = connection.getresponse()
         if answer.status != HTTPStatus.PARTIAL_CONTENT:
             raise HTTPException(f"{answer.status} {answer.reason}")
@@ -64,7 +61,7 @@ async def fetch(
             held.take(entry, data[entry.offset - first : entry.offset - first + entry.length])
             loop.call_soon_threadsafe(count, entry.length)
 
-    await _over_connections(hub, access.port, missing, bring, f"the bytes of version {held.manifest.version} come")
+    await _over_connections(hub, port, missing, bring, f"the bytes of version {held.manifest.version} come")
     return came
 
 
@@ -73,15 +70,11 @@ async def send(
 ) -> bool:
     """Sends what the hub misses; returns whether it has all. `on_run` is called now and then while bytes go."""
     missing = set(staged.missing_offsets)
-    loop, access = asyncio.get_running_loop(), staged.raw_bytes
-    assert access is not None
+    loop = asyncio.get_running_loop()
 
     def bring(connection: HTTPConnection, run: Run) -> None:
         first, end = run[0].offset, run[-1].offset + run[-1].length
-        headers = {
-            "Authorization": f"Bearer {access.key}",
-            "Content-Range": f"bytes {first}-{end - 1}/{manifest.payload_bytes}",
-        }
+        headers = {"Content-Range": f"bytes {first}-{end - 1}/{manifest.payload_bytes}"}
         connection.request("PUT", f"/artifacts/{staged.artifact_id}", body=buffer[first:end].data, headers=headers)
         answer = connection.getresponse()
         answer.read()
@@ -90,7 +83,7 @@ async def send(
         loop.call_soon_threadsafe(on_run)
 
     chunks = [chunk for chunk in manifest.chunks if chunk.offset in missing]
-    return await _over_connections(hub, access.port, chunks, bring, f"the bytes of version {manifest.version} go")
+    return await _over_connections(hub, staged.raw_port, chunks, bring, f"the bytes of version {manifest.version} go")
 
 
 async def _over_connections(

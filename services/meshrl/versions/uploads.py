@@ -143,7 +143,7 @@ class Uploader:
             return await self._client.create_version(manifest, stall_s=self._retry_for_s)
         if self._limits.mbps == 0.0 and manifest.payload_bytes >= raw_bytes.FROM_BYTES:
             staged = await self._client.create_version(manifest)
-            if staged.raw_bytes is not None:
+            if staged.raw_port:
                 if await raw_bytes.send(self._client.address, staged, manifest, buffer, self._progress.moved):
                     return replace(staged, missing_offsets=())
                 staged = await self._client.create_version(manifest)

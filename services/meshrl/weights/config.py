@@ -47,7 +47,7 @@ class WeightsConfig(BaseConfig):
 
     raw_port: int | None = Field(default=0, ge=0, le=65535)
     """Port for raw bytes of large versions over HTTP, with less work than over gRPC, which carries them where this port
-    cannot be reached. 0 takes a free one. None disables it, as TLS does."""
+    cannot be reached. 0 takes a free one. None disables it, as TLS and tokens do."""
 
     spool_dir: Path | None = None
     """Folder for the durable log and streamed bytes. None means output_dir/weight_hub."""

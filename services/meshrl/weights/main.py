@@ -12,7 +12,7 @@ from opentelemetry import trace
 
 from meshrl.client import WeightSyncClient
 from meshrl.client.authority import Authority, AuthorityError
-from meshrl.client.credentials import CredentialFiles, default_credentials
+from meshrl.client.credentials import INSECURE, CredentialFiles, default_credentials
 from meshrl.client.trust import Role, TrustFile
 from meshrl.core.config import ConfigError, load_config
 from meshrl.core.config.shared import ServerConfig
@@ -87,7 +87,7 @@ async def serve(config: WeightsConfig, stop: asyncio.Event, tracer: trace.Tracer
         logger.error("the hub cannot start: {}", disk_trouble(error) or error)
         return 1
     server, raw = GrpcServer(config.server, tracer=tracer), None
-    if config.raw_port is not None and not default_credentials().encrypted:
+    if config.raw_port is not None and default_credentials() is INSECURE:
         raw = RawServer(hub, config.server.host, config.raw_port)
     server.add(frames.SERVICE, frames.add_weight_sync, WeightSyncService(hub, on_drained=stop.set, raw=raw))
     enrollment, entry = _enrollment(Layout(config.output_dir).credentials, config.enrollment_port), None
@@ -95,7 +95,8 @@ async def serve(config: WeightsConfig, stop: asyncio.Event, tracer: trace.Tracer
         server.add(ENROLLMENT, add_EnrollmentServiceServicer_to_server, enrollment)
     try:
         if raw is not None:
-            logger.info("weights: raw bytes at {}:{}", config.server.host, raw.start())
+            raw.start()
+            logger.info("weights: raw bytes at {}:{}", config.server.host, raw.port)
         port = await server.start()
         if enrollment is not None and config.enrollment_port is not None:
             enrollment.renewal_port = port

@@ -1,21 +1,18 @@
-"""Sends and takes raw bytes of versions over HTTP (RawBytes in weights.proto): gRPC in Python copies each message four
-times, on one thread."""
+"""Sends and takes raw bytes of versions over HTTP (raw_port in weights.proto), without the copies of gRPC's messages,
+which hold the interpreter's lock. For hubs that check no callers."""
 
 from __future__ import annotations
 
 import asyncio
-import hmac
-import os
 import re
 import socket
 import socketserver
 import threading
-import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from loguru import logger
@@ -23,15 +20,11 @@ from loguru import logger
 from meshrl.core.config import ConfigError
 from meshrl.versions.raw_bytes import receive, set_deadline
 from meshrl.weights.hub import Hub
-from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
-from meshrl.wire.types import RawBytes
+from meshrl.wire.errors import FieldViolation, MeshError, invalid
 
-KEY_VALID_S = 3600.0  # an upload of a large model takes minutes
 SILENT_S = 60.0  # of a connection, until it is closed
 LOOK_S = 0.1  # for the end
 ANSWER_S = 90.0  # of the hub, beyond its own deadlines
-
-Way = Literal["GET", "PUT"]
 
 _PATH = re.compile(r"/artifacts/([0-9a-f]{64})")
 _RANGE = re.compile(r"bytes[= ]([0-9]{1,18})-([0-9]{1,18})(?:/[0-9]{1,18})?")
@@ -42,37 +35,23 @@ _T = TypeVar("_T")
 class RawServer:
     """A thread for each connection; `start` and `stop` on the hub's event loop."""
 
-    def __init__(self, hub: Hub, host: str, port: int, *, wall: Callable[[], float] = time.time) -> None:
-        self._hub, self._host, self._port, self._wall = hub, host, port, wall
-        self._secret = os.urandom(32)
+    def __init__(self, hub: Hub, host: str, port: int) -> None:
+        self._hub, self._host, self.port = hub, host, port
         self._server: _Server | None = None
 
-    def start(self) -> int:
-        """Returns the port. Raises ConfigError when it cannot be bound."""
+    def start(self) -> None:
+        """Replaces port 0 by a free one. Raises ConfigError when the port cannot be bound."""
         try:
-            self._server = _Server(self._hub, asyncio.get_running_loop(), (self._host, self._port), self._knows)
+            self._server = _Server(self._hub, asyncio.get_running_loop(), (self._host, self.port))
         except OSError as error:
-            text = f"cannot listen on port {self._port} of {self._host}: {error.strerror}"
+            text = f"cannot listen on port {self.port} of {self._host}: {error.strerror}"
             raise ConfigError(f"{text}; set another raw_port, or 0 for a free one") from error
-        self._port = int(self._server.server_address[1])
+        self.port = int(self._server.server_address[1])
         threading.Thread(target=self._server.serve_forever, args=(LOOK_S,), name="raw", daemon=True).start()
-        return self._port
 
     async def stop(self) -> None:
         if self._server is not None:
             await asyncio.to_thread(self._server.stop)
-
-    def access(self, way: Way) -> RawBytes:
-        return RawBytes(port=self._port, key=self._key(way, round(self._wall() + KEY_VALID_S)))
-
-    def _key(self, way: str, until: int) -> str:
-        return f"{until}.{hmac.digest(self._secret, f'{way} {until}'.encode(), 'sha256').hex()}"
-
-    def _knows(self, way: str, key: str) -> bool:
-        until = key.partition(".")[0]
-        if not re.fullmatch("[0-9]{1,12}", until) or int(until) < self._wall():
-            return False
-        return hmac.compare_digest(self._key(way, int(until)).encode(), key.encode())
 
 
 class _Server(socketserver.ThreadingTCPServer):
@@ -80,10 +59,8 @@ class _Server(socketserver.ThreadingTCPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(
-        self, hub: Hub, loop: asyncio.AbstractEventLoop, at: tuple[str, int], knows: Callable[[str, str], bool]
-    ) -> None:
-        self.hub, self.loop, self.knows = hub, loop, knows
+    def __init__(self, hub: Hub, loop: asyncio.AbstractEventLoop, at: tuple[str, int]) -> None:
+        self.hub, self.loop = hub, loop
         self.address_family = socket.AF_INET6 if ":" in at[0] else socket.AF_INET
         self._open: set[socket.socket] = set()
         super().__init__(at, _Handler)
@@ -131,11 +108,6 @@ class _Handler(BaseHTTPRequestHandler):
         self._begun = False  # to send bytes
         path, asked = _PATH.fullmatch(self.path), _RANGE.fullmatch(self.headers.get(header, ""))
         try:
-            if not self.server.knows(self.command, self.headers.get("Authorization", "").removeprefix("Bearer ")):
-                raise MeshError(
-                    Reason.UNAUTHENTICATED,
-                    f"show the key of the hub's last answer, which is valid for {KEY_VALID_S:g} s",
-                )
             if path is None or asked is None or int(asked[2]) < int(asked[1]):
                 text = f"must be /artifacts/ID, with a range of bytes in {header}"
                 raise invalid([FieldViolation("path", text)])
@@ -148,8 +120,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = True
         logger.debug("{} {} is refused: {}", self.command, self.path, error)
         if not self._begun:
-            unknown = error.reason is Reason.UNAUTHENTICATED
-            self.send_error(HTTPStatus.UNAUTHORIZED if unknown else HTTPStatus.CONFLICT, error.reason.name, str(error))
+            self.send_error(HTTPStatus.CONFLICT, error.reason.name, str(error))
 
     def _send(self, artifact_id: str, at: int, end: int) -> None:
         num_bytes = end - at

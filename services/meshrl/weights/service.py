@@ -160,7 +160,7 @@ class WeightSyncService(weights_pb2_grpc.WeightSyncServicer):
         manifest = await asyncio.to_thread(convert.manifest_of, header, lists)
         staged = await self._hub.create_version(manifest, chunks())
         if self._raw is not None:
-            staged = replace(staged, raw_bytes=self._raw.access("PUT"))
+            staged = replace(staged, raw_port=self._raw.port)
         answer: pb.CreateVersionResponse = convert.to_proto(staged)
         return answer
 
@@ -190,16 +190,16 @@ class WeightSyncService(weights_pb2_grpc.WeightSyncServicer):
         if request.gzip_ok:
             context.set_compression(grpc.Compression.Gzip)
             await context.send_initial_metadata(())  # else grpc.aio forgets the compression
-        raw_bytes = None if self._raw is None else convert.to_proto(self._raw.access("GET"))
+        raw_port = 0 if self._raw is None else self._raw.port
         if request.view != pb.MANIFEST_VIEW_HEADER:
             return pb.GetManifestResponse(
-                raw_bytes=raw_bytes,
+                raw_port=raw_port,
                 manifest=convert.to_proto(found.manifest),
                 artifact_id=found.artifact_id,
                 steps=map(convert.to_proto, found.steps),
             )
         return pb.GetManifestResponse(
-            raw_bytes=raw_bytes,
+            raw_port=raw_port,
             manifest=convert.manifest_header(found.manifest),
             artifact_id=found.artifact_id,
             steps=map(convert.manifest_header, found.steps),

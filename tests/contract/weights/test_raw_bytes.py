@@ -18,7 +18,7 @@ from opentelemetry import trace
 from local_ports import free_port
 from meshrl.client import ChannelOptions, WeightSyncClient
 from meshrl.client.authority import Authority
-from meshrl.client.credentials import CredentialFiles, credentials_of
+from meshrl.client.credentials import CredentialFiles, TokenCredentials, credentials_of
 from meshrl.client.trust import Role
 from meshrl.core.config import ConfigError
 from meshrl.core.config.shared import ServerConfig
@@ -30,7 +30,6 @@ from meshrl.versions.version_bytes import VersionBytes
 from meshrl.weights import raw_server
 from meshrl.weights.config import WeightsConfig
 from meshrl.weights.main import serve
-from meshrl.weights.raw_server import RawServer
 from meshrl.weights.relay import Relay
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.frames import parse_fetch
@@ -70,11 +69,10 @@ async def staged(mesh: Mesh, version: int = 0, state: State | None = None) -> tu
     return prepared.manifest, prepared.buffer.tobytes(), answer.artifact_id
 
 
-def asked(mesh: Mesh, method: str, path: str, key: str, **more: Any) -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", mesh.raw.access("GET").port, timeout=10.0)
+def asked(mesh: Mesh, method: str, path: str, **more: Any) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", mesh.raw.port, timeout=10.0)
     try:
-        headers = {"Authorization": f"Bearer {key}", **more.pop("headers", {})}
-        connection.request(method, path, headers=headers, **more)
+        connection.request(method, path, **more)
         answer = connection.getresponse()
         return answer.status, answer.read()
     finally:
@@ -135,11 +133,11 @@ async def test_a_relay_gets_raw_bytes_from_its_hub_and_serves_messages(
 
 async def test_a_fetch_follows_an_upload(mesh: Mesh, over_grpc: list[Chunk]) -> None:
     manifest, payload, artifact = await staged(mesh)
-    key, half = mesh.raw.access("PUT").key, manifest.chunks[5].offset
+    half = manifest.chunks[5].offset
 
     def put(start: int, end: int) -> int:
         headers = {"Content-Range": f"bytes {start}-{end - 1}/{len(payload)}"}
-        return asked(mesh, "PUT", f"/artifacts/{artifact}", key, body=payload[start:end], headers=headers)[0]
+        return asked(mesh, "PUT", f"/artifacts/{artifact}", body=payload[start:end], headers=headers)[0]
 
     assert await asyncio.to_thread(put, 0, half) == 204
     fetching = asyncio.create_task(fetched(mesh, manifest, artifact))
@@ -193,54 +191,48 @@ async def test_an_upload_whose_bytes_have_changed_is_refused_as_over_grpc(mesh: 
     assert refused.value.reason is Reason.DIGEST_MISMATCH
 
 
-async def test_requests_without_a_valid_key_or_range_are_refused(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_without_a_valid_path_or_range_are_refused(mesh: Mesh) -> None:
     report = await mesh.publisher(Transport.STREAM).publish(0, make_state(1))
     manifest, _ = await mesh.client().get_manifest(artifact_id=report.artifact_id)
     path, first = f"/artifacts/{report.artifact_id}", {"Range": "bytes=0-9"}
-    reading, writing = mesh.raw.access("GET").key, mesh.raw.access("PUT").key
-    later = RawServer(mesh.hub, "127.0.0.1", 0, wall=lambda: 0.0)
-    later._secret = mesh.raw._secret
 
-    async def get(key: str, path: str = path, headers: Mapping[str, str] = first) -> int:
-        return (await asyncio.to_thread(asked, mesh, "GET", path, key, headers=headers))[0]
+    async def get(path: str = path, headers: Mapping[str, str] = first) -> int:
+        return (await asyncio.to_thread(asked, mesh, "GET", path, headers=headers))[0]
 
-    assert await get(reading) == 206
-    forged = f"{int(reading.partition('.')[0]) + 10**6}.{reading.partition('.')[2]}"
-    for key in (writing, "", "x", reading[:-1], forged, later.access("GET").key):
-        assert await get(key) == 401, key
+    assert await get() == 206
     outside = f"bytes=0-{manifest.payload_bytes}"
     for headers in ({}, {"Range": "bytes=9-0"}, {"Range": "bytes=-5"}, {"Range": outside}, {"Range": "items=0-9"}):
-        assert await get(reading, headers=headers) == 409, headers
+        assert await get(headers=headers) == 409, headers
     for other in ("/", "/artifacts/../x", f"/artifacts/{'0' * 64}", f"{path}/"):
-        assert await get(reading, other) == 409, other
+        assert await get(other) == 409, other
     part = {"Content-Range": "bytes 1-9/100"}
-    status, text = await asyncio.to_thread(asked, mesh, "PUT", path, writing, body=b"x" * 9, headers=part)
+    status, text = await asyncio.to_thread(asked, mesh, "PUT", path, body=b"x" * 9, headers=part)
     assert status == 409
     assert b"awaited" in text  # the version is sealed
 
 
 async def test_an_upload_takes_whole_chunks_alone(mesh: Mesh) -> None:
     manifest, payload, artifact = await staged(mesh)
-    key, path = mesh.raw.access("PUT").key, f"/artifacts/{artifact}"
+    path = f"/artifacts/{artifact}"
     size, chunk = len(payload), manifest.chunks[0].length
     for start, end in ((0, chunk - 1), (1, chunk), (0, chunk + 1), (chunk // 2, chunk)):
         headers = {"Content-Range": f"bytes {start}-{end - 1}/{size}"}
         body = payload[start:end]
-        status, text = await asyncio.to_thread(asked, mesh, "PUT", path, key, body=body, headers=headers)
+        status, text = await asyncio.to_thread(asked, mesh, "PUT", path, body=body, headers=headers)
         assert status == 409
         assert b"not made of chunks" in text
     headers = {"Content-Range": f"bytes 0-{chunk - 1}/{size}"}
     wrong = bytes(chunk)
-    status, text = await asyncio.to_thread(asked, mesh, "PUT", path, key, body=wrong, headers=headers)
+    status, text = await asyncio.to_thread(asked, mesh, "PUT", path, body=wrong, headers=headers)
     assert (status, b"DIGEST_MISMATCH" in text) == (409, True)
     assert len((await mesh.client().create_version(manifest)).missing_offsets) == len(manifest.chunks)
 
 
 async def test_a_cancelled_fetch_leaves_no_thread_that_writes(mesh: Mesh) -> None:
     manifest, payload, artifact = await staged(mesh)
-    key, half = mesh.raw.access("PUT").key, manifest.chunks[2].offset
+    half = manifest.chunks[2].offset
     headers = {"Content-Range": f"bytes 0-{half - 1}/{len(payload)}"}
-    await asyncio.to_thread(asked, mesh, "PUT", f"/artifacts/{artifact}", key, body=payload[:half], headers=headers)
+    await asyncio.to_thread(asked, mesh, "PUT", f"/artifacts/{artifact}", body=payload[:half], headers=headers)
     fetching = asyncio.create_task(fetched(mesh, manifest, artifact))
     await until(lambda: any(thread.name.startswith("raw_") for thread in threading.enumerate()))
     fetching.cancel()
@@ -263,10 +255,20 @@ async def test_a_hub_far_away_is_asked_over_grpc(
 async def test_a_silent_peer_is_not_waited_for(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(raw_server, "SILENT_S", 0.3)
     before = threading.active_count()
-    _, writer = await asyncio.open_connection("127.0.0.1", mesh.raw.access("GET").port)
+    _, writer = await asyncio.open_connection("127.0.0.1", mesh.raw.port)
     await until(lambda: threading.active_count() > before)
     await until(lambda: threading.active_count() <= before)
     writer.close()
+
+
+async def test_a_caller_with_credentials_does_not_leave_them_out(mesh: Mesh, over_grpc: list[Chunk]) -> None:
+    report = await mesh.publisher(Transport.STREAM).publish(0, make_state(1))
+    client = mesh.client(credentials=TokenCredentials("id.secret"))
+    manifest, _ = await client.get_manifest(artifact_id=report.artifact_id)
+    await fetched(mesh, manifest, report.artifact_id, client)
+    assert len(over_grpc) == len(manifest.chunks)
+    prepared = await mesh.publisher(Transport.STREAM).prepare(1, make_state(2))
+    assert (await client.create_version(prepared.manifest)).raw_port == 0
 
 
 @pytest.mark.parametrize(
@@ -296,14 +298,12 @@ async def test_the_program_offers_raw_bytes(
         report = await publisher.publish(0, make_state(1))
         staged = await client.create_version((await publisher.prepare(1, make_state(2))).manifest)
         await client.get_manifest(artifact_id=report.artifact_id)
-        assert [staged.raw_bytes is not None, client.raw_bytes is not None] == [offered, offered]
+        assert [staged.raw_port > 0, client.raw_port > 0] == [offered, offered]
     stop.set()
     assert await serving == 0
 
 
 async def test_a_port_in_use_is_an_error_that_names_the_key(mesh: Mesh, tmp_path: Path) -> None:
-    config = WeightsConfig(
-        output_dir=tmp_path / "other", server=ServerConfig(port=free_port()), raw_port=mesh.raw.access("GET").port
-    )
+    config = WeightsConfig(output_dir=tmp_path / "other", server=ServerConfig(port=free_port()), raw_port=mesh.raw.port)
     with pytest.raises(ConfigError, match="set another raw_port, or 0 for a free one"):
         await serve(config, asyncio.Event(), trace.get_tracer("test"))

@@ -6,11 +6,13 @@ import asyncio
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import replace
 from typing import TypeVar
 
 from opentelemetry.trace import Tracer
 
 from meshrl.client.channel import ChannelOptions, ServiceClient
+from meshrl.client.credentials import INSECURE
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.v1 import weights_pb2_grpc
 from meshrl.wire import convert, frames
@@ -30,7 +32,6 @@ from meshrl.wire.types import (
     Lease,
     Manifest,
     OpenedGroup,
-    RawBytes,
     SleepOutcome,
     StagedVersion,
     VersionEvent,
@@ -104,8 +105,8 @@ class WeightSyncClient(ServiceClient):
         super().__init__(address, options, tracer=tracer)
         self.capabilities: frozenset[str] | None = None
         """Of the hub, once it has answered a first call."""
-        self.raw_bytes: RawBytes | None = None
-        """For fetches, of the hub's last answer."""
+        self.raw_port = 0
+        """For fetches over HTTP, by the hub's last answer; 0 is none. Credentials are never left out for it."""
         self._stub = weights_pb2_grpc.WeightSyncStub(self._channel)  # type: ignore[no-untyped-call]  # generated
         self._create_version = self._channel.stream_unary(
             frames.CREATE_VERSION,
@@ -172,7 +173,11 @@ class WeightSyncClient(ServiceClient):
                         moves()
 
             response = await self._upload(self._create_version, "CreateVersion", upload(), None)
-        return convert.from_proto(StagedVersion, response)
+        staged = convert.from_proto(StagedVersion, response)
+        return replace(staged, raw_port=self._plain(staged.raw_port))
+
+    def _plain(self, port: int) -> int:
+        return port if self._credentials is INSECURE else 0
 
     async def seal_version(
         self,
@@ -272,7 +277,7 @@ class WeightSyncClient(ServiceClient):
                 raise
             request.view = pb.MANIFEST_VIEW_HEADER
             response = await self._unary(self._stub.GetManifest, "GetManifest", request)
-        self.raw_bytes = convert.from_proto(RawBytes, response.raw_bytes) if response.HasField("raw_bytes") else None
+        self.raw_port = self._plain(response.raw_port)
         if request.view == pb.MANIFEST_VIEW_HEADER:
             return FoundVersion(
                 manifest=await self._manifest_in_parts(response.artifact_id),

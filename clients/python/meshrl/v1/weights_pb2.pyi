@@ -438,24 +438,16 @@ class Chunk(_message.Message):
     def __init__(self, offset: _Optional[int] = ..., data: _Optional[bytes] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class CreateVersionResponse(_message.Message):
-    __slots__ = ("artifact_id", "missing_offsets", "max_chunk_bytes", "raw_bytes")
+    __slots__ = ("artifact_id", "missing_offsets", "max_chunk_bytes", "raw_port")
     ARTIFACT_ID_FIELD_NUMBER: _ClassVar[int]
     MISSING_OFFSETS_FIELD_NUMBER: _ClassVar[int]
     MAX_CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
-    RAW_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RAW_PORT_FIELD_NUMBER: _ClassVar[int]
     artifact_id: str
     missing_offsets: _containers.RepeatedScalarFieldContainer[int]
     max_chunk_bytes: int
-    raw_bytes: RawBytes
-    def __init__(self, artifact_id: _Optional[str] = ..., missing_offsets: _Optional[_Iterable[int]] = ..., max_chunk_bytes: _Optional[int] = ..., raw_bytes: _Optional[_Union[RawBytes, _Mapping]] = ...) -> None: ...
-
-class RawBytes(_message.Message):
-    __slots__ = ("port", "key")
-    PORT_FIELD_NUMBER: _ClassVar[int]
-    KEY_FIELD_NUMBER: _ClassVar[int]
-    port: int
-    key: str
-    def __init__(self, port: _Optional[int] = ..., key: _Optional[str] = ...) -> None: ...
+    raw_port: int
+    def __init__(self, artifact_id: _Optional[str] = ..., missing_offsets: _Optional[_Iterable[int]] = ..., max_chunk_bytes: _Optional[int] = ..., raw_port: _Optional[int] = ...) -> None: ...
 
 class SealVersionRequest(_message.Message):
     __slots__ = ("request_id", "run_id", "epoch", "version", "artifact_id", "traceparent")
@@ -604,20 +596,20 @@ class GetManifestRequest(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., version: _Optional[int] = ..., artifact_id: _Optional[str] = ..., held_root: _Optional[bytes] = ..., gzip_ok: bool = ..., view: _Optional[_Union[ManifestView, str]] = ...) -> None: ...
 
 class GetManifestResponse(_message.Message):
-    __slots__ = ("manifest", "artifact_id", "steps", "size", "step_artifact_ids", "raw_bytes")
+    __slots__ = ("manifest", "artifact_id", "steps", "size", "step_artifact_ids", "raw_port")
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     ARTIFACT_ID_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
     STEP_ARTIFACT_IDS_FIELD_NUMBER: _ClassVar[int]
-    RAW_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RAW_PORT_FIELD_NUMBER: _ClassVar[int]
     manifest: Manifest
     artifact_id: str
     steps: _containers.RepeatedCompositeFieldContainer[Manifest]
     size: ManifestSize
     step_artifact_ids: _containers.RepeatedScalarFieldContainer[str]
-    raw_bytes: RawBytes
-    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., artifact_id: _Optional[str] = ..., steps: _Optional[_Iterable[_Union[Manifest, _Mapping]]] = ..., size: _Optional[_Union[ManifestSize, _Mapping]] = ..., step_artifact_ids: _Optional[_Iterable[str]] = ..., raw_bytes: _Optional[_Union[RawBytes, _Mapping]] = ...) -> None: ...
+    raw_port: int
+    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., artifact_id: _Optional[str] = ..., steps: _Optional[_Iterable[_Union[Manifest, _Mapping]]] = ..., size: _Optional[_Union[ManifestSize, _Mapping]] = ..., step_artifact_ids: _Optional[_Iterable[str]] = ..., raw_port: _Optional[int] = ...) -> None: ...
 
 class ManifestSize(_message.Message):
     __slots__ = ("num_tensors", "num_chunks", "num_files", "message_bytes")

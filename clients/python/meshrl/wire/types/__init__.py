@@ -67,7 +67,6 @@ from meshrl.wire.types.weights import (
     Manifest,
     OpenedGroup,
     Prepare,
-    RawBytes,
     Resume,
     Retire,
     Sleep,

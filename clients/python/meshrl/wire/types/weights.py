@@ -304,21 +304,13 @@ class Chunk:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RawBytes:
-    """Where a hub moves raw bytes over HTTP: a port of its host, and the caller's key."""
-
-    port: int
-    key: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class StagedVersion:
-    """`missing_offsets` is empty when it can be sealed."""
+    """`missing_offsets` is empty when it can be sealed. `raw_port` takes chunks over HTTP; 0 is none."""
 
     artifact_id: str
     missing_offsets: tuple[int, ...]
     max_chunk_bytes: int
-    raw_bytes: RawBytes | None = None
+    raw_port: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
