@@ -1,6 +1,6 @@
 """The bytes of versions at a hub or a relay: streamed versions in a spool folder, publishers' files by reference.
 
-`<spool>/<artifact_id>/` holds `manifest.json` and, for a streamed version, `payload`. The hub deletes, since it knows
+`<spool>/<artifact_id>/` holds `manifest.json` and, for a streamed version, its payload. The hub deletes, since it knows
 who may still fetch: its spool, and a publisher's files if the manifest of the same artifact lies beside them. An engine
 that may fetch a delta can fetch its whole chain, so a retired version stays until no delta leads on from it; its folder
 has the file `retired`.
@@ -22,7 +22,7 @@ from loguru import logger
 
 from meshrl.core.durable import write_file
 from meshrl.versions.deltas import chains
-from meshrl.versions.deltas.chains import JOINED, MANIFEST, PAYLOAD
+from meshrl.versions.deltas.chains import JOINED, MANIFEST
 from meshrl.versions.version_bytes import VersionBytes, room_for
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import artifact_id as artifact_id_of
@@ -83,11 +83,12 @@ class VersionStore:
         return self._keeps_chains and manifest.kind is VersionKind.DELTA and manifest.transport is not Transport.NCCL
 
     def _load(self, manifest: Manifest, folder: Path) -> VersionBytes:
-        held = VersionBytes(manifest, file=folder / PAYLOAD)
+        held, has_bytes = VersionBytes(manifest, folder=folder), False
         if held.missing:
-            with (folder / PAYLOAD).open("ab") as payload:  # a hub may have ended before it had all its bytes
-                has_bytes = payload.tell() > 0
-                payload.truncate(manifest.payload_bytes)
+            for file in held.files:
+                with open(file.path, "ab") as payload:  # a hub may have ended before it had all its bytes
+                    has_bytes |= payload.tell() > 0
+                    payload.truncate(file.num_bytes)
             if has_bytes:
                 held.find()
         return held

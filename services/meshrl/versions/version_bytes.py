@@ -2,19 +2,23 @@
 
 Uploads and downloads fill them; a hub and relays serve the present chunks while the rest comes. A chunk is present once
 its BLAKE3 was right, and is checked again when it is read from a file to be sent in messages.
+
+A hub and relays keep large versions in several files: a file takes one write at a time, however many threads have some.
 """
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import socket
 import threading
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -28,8 +32,13 @@ from meshrl.wire.manifest import digest
 from meshrl.wire.manifest_file import PayloadReader
 from meshrl.wire.types import Chunk, ChunkEntry, FileEntry, Manifest, Transport
 
+PAYLOAD = "payload"
+PART_BYTES = 32 * 2**20  # of a payload in several files
 RECENT_BYTES = 32 * 2**20
 VERIFIERS = 8  # threads that check a version made of files
+MADV_POPULATE_WRITE = 23  # of Linux since 5.14 (include/uapi/asm-generic/mman-common.h)
+
+_LIBC = ctypes.CDLL(None)
 
 
 def _unlocked_crc32c() -> Callable[[NDArray[np.uint8]], int]:
@@ -46,6 +55,19 @@ def _unlocked_crc32c() -> Callable[[NDArray[np.uint8]], int]:
 
 
 _crc32c = _unlocked_crc32c()
+
+
+def payload_files(manifest: Manifest, folder: Path) -> tuple[FileEntry, ...]:
+    """The files of a streamed version in a folder of its own: `payload`, or parts of it that end where chunks do."""
+    whole = folder / PAYLOAD
+    if manifest.payload_bytes <= PART_BYTES or whole.exists():
+        return (FileEntry(path=str(whole), offset=0, num_bytes=manifest.payload_bytes),)
+    parts = groupby(manifest.chunks, key=lambda chunk: chunk.offset // PART_BYTES)
+    starts = [next(chunks).offset for _, chunks in parts]
+    return tuple(
+        FileEntry(path=f"{whole}-{number:05}", offset=start, num_bytes=end - start)
+        for number, (start, end) in enumerate(pairwise([*starts, manifest.payload_bytes]))
+    )
 
 
 def chunk_of(offset: int, data: bytes | memoryview | NDArray[np.uint8]) -> Chunk:
@@ -66,13 +88,25 @@ class VersionBytes:
     """`missing` has the indices of the chunks that are not here. Safe for threads; blocking where there are files."""
 
     def __init__(
-        self, manifest: Manifest, *, file: Path | None = None, memory: NDArray[np.uint8] | None = None
+        self,
+        manifest: Manifest,
+        *,
+        folder: Path | None = None,
+        file: Path | None = None,
+        memory: NDArray[np.uint8] | None = None,
     ) -> None:
-        """`file` is the payload of a streamed version, in a folder of the version's own; else `memory` has its bytes.
+        """Of a hub or a relay, `folder` is the version's own; else `memory` has its bytes.
 
-        With both, `memory` is a mapping of the end of `file`: writes are cheaper than its page faults.
+        With `file`, `memory` is a mapping of its end: writes are cheaper than its page faults.
         """
-        self.manifest, self.file, self._memory = manifest, file, memory
+        self.manifest, self._folder, self._memory = manifest, folder, memory
+        self.files: Sequence[FileEntry] = ()
+        if file is not None:
+            self.files = (FileEntry(path=str(file), offset=0, num_bytes=manifest.payload_bytes),)
+        elif folder is not None:
+            in_place = manifest.transport is Transport.FILESYSTEM
+            self.files = manifest.files if in_place else payload_files(manifest, folder)
+        self._starts = [each.offset for each in self.files]
         self.missing: set[int] = set()
         if manifest.transport is Transport.STREAM or memory is not None:
             self.missing.update(range(len(manifest.chunks)))
@@ -85,44 +119,55 @@ class VersionBytes:
 
     @property
     def folder(self) -> Path:
-        assert self.file is not None
-        return self.file.parent
+        return self._folder or Path(self.files[0].path).parent
 
-    @property
-    def _files(self) -> Sequence[FileEntry]:
-        if self.manifest.transport is Transport.FILESYSTEM:
-            return self.manifest.files
-        return (FileEntry(path=str(self.file), offset=0, num_bytes=self.manifest.payload_bytes),)
+    def _files_of(self, offset: int, end: int) -> Sequence[FileEntry]:
+        return self.files[max(bisect_right(self._starts, offset) - 1, 0) : bisect_left(self._starts, end)]
+
+    def _reader(self, offset: int, end: int) -> PayloadReader:
+        return PayloadReader(self._files_of(offset, end))
+
+    def _read(self, chunk: ChunkEntry) -> bytes:
+        with self._reader(chunk.offset, chunk.offset + chunk.length) as reader:
+            return reader.read(chunk.offset, chunk.length)
 
     def find(self) -> None:
         """Finds the chunks that an earlier start has left in the file."""
-        with PayloadReader(self._files) as reader:
-            chunks = enumerate(self.manifest.chunks)
-            self.missing = {index for index, chunk in chunks if not _is_sound(reader, chunk)}
+        chunks = enumerate(self.manifest.chunks)
+        self.missing = {index for index, chunk in chunks if digest(self._read(chunk)) != chunk.digest}
 
     # --- filling ------------------------------------------------------------------------------------
 
     def put(self, offset: int, data: NDArray[np.uint8]) -> None:
         """Stores bytes of a missing chunk at `offset` of the version. Raises MeshError OVERLOADED if a file has no
         room."""
-        if self.file is None:
+        if not self.files:
             assert self._memory is not None
             self._memory[offset : offset + len(data)] = data
             return
-        who = "the hub" if self._memory is None else "this host"
-        with room_for(self.manifest, self.folder.parent, who), open(self.file, "r+b", buffering=0) as file:
-            start = os.fstat(file.fileno()).st_size - self.manifest.payload_bytes
-            write_at(file.fileno(), data.data, start + offset)
+        end = offset + len(data)
+        with self._while_there_is_room():
+            for file in self._files_of(offset, end):
+                start, stop = max(offset, file.offset), min(end, file.offset + file.num_bytes)
+                with open(file.path, "r+b", buffering=0) as opened:
+                    skip = os.fstat(opened.fileno()).st_size - file.num_bytes
+                    write_at(opened.fileno(), data[start - offset : stop - offset].data, skip + start - file.offset)
+
+    @contextmanager
+    def _while_there_is_room(self) -> Iterator[None]:
+        with room_for(self.manifest, self.folder.parent, "the hub" if self._memory is None else "this host"):
+            yield
 
     def room(self, offset: int, end: int) -> NDArray[np.uint8]:
         """Where missing bytes [offset, end) are received before `take`. Raises OVERLOADED as `put`."""
         if self._memory is None:
             return np.empty(end - offset, dtype=np.uint8)
-        if self.file is not None:  # a write to a page of a mapping that cannot be had kills the process
-            with room_for(self.manifest, self.folder.parent, "this host"), open(self.file, "r+b", buffering=0) as file:
+        room = self._memory[offset:end]
+        if self.files and not _populated(room):  # a write to a page of a mapping that cannot be had kills the process
+            with self._while_there_is_room(), open(self.files[0].path, "r+b", buffering=0) as file:
                 start = os.fstat(file.fileno()).st_size - self.manifest.payload_bytes
                 os.posix_fallocate(file.fileno(), start + offset, end - offset)
-        return self._memory[offset:end]
+        return room
 
     def complete(self, index: int) -> None:
         """All bytes of a chunk were put. Raises MeshError DIGEST_MISMATCH."""
@@ -130,8 +175,7 @@ class VersionBytes:
         if self._memory is not None:
             data: memoryview | bytes = self._memory[chunk.offset : chunk.offset + chunk.length].data
         else:
-            with PayloadReader(self._files) as reader:
-                data = reader.read(chunk.offset, chunk.length)
+            data = self._read(chunk)
         self._check(chunk, data)
         self._is_here(index)
 
@@ -242,21 +286,21 @@ class VersionBytes:
         if self.manifest.transport is not Transport.FILESYSTEM:
             return  # of a version that is broadcast, engines check what they receive
         try:
-            with PayloadReader(self._files) as reader:
+            with PayloadReader(self.files) as reader:
                 if files == "sizes":
                     return
                 chunks = self.manifest.chunks
                 with ThreadPoolExecutor(VERIFIERS) as threads:  # reading and hashing leave the interpreter to others
-                    found = threads.map(lambda chunk: _is_sound(reader, chunk), chunks)
-                    for chunk, sound in zip(chunks, found, strict=True):
-                        if not sound:
+                    found = threads.map(lambda chunk: digest(reader.read(chunk.offset, chunk.length)), chunks)
+                    for chunk, hashed in zip(chunks, found, strict=True):
+                        if hashed != chunk.digest:
                             raise self._changed_at_rest(chunk)
         except OSError as error:
             raise MeshError(Reason.CHUNKS_MISSING, f"the hub cannot read a file of the version: {error}") from error
 
     def send(self, connection: socket.socket, offset: int, end: int) -> None:
         """Sends [offset, end) from its files as they are: the receiver checks the chunks. Raises OSError."""
-        with PayloadReader(self._files) as reader:
+        with self._reader(offset, end) as reader:
             reader.send(connection, offset, end)
 
     def read(self, offset: int, end: int, chunk_bytes: int) -> Iterator[Chunk]:
@@ -272,28 +316,26 @@ class VersionBytes:
                 "join the publisher's next group, or publish with transport stream or filesystem",
             )
         try:
-            with PayloadReader(self._files) as reader:
-                chunks = self.manifest.chunks
-                for index in range(max(self._index_at(offset), 0), len(chunks)):
-                    chunk = chunks[index]
-                    if chunk.offset >= end:
-                        return
-                    if chunk.offset + chunk.length <= offset:
-                        continue
-                    in_part = chunk.offset < offset or chunk.offset + chunk.length > end
-                    found = self._recent.get(index)
-                    if found is None:
-                        data = reader.read(chunk.offset, chunk.length)
-                        if digest(data) != chunk.digest:
-                            raise self._changed_at_rest(chunk)
-                        found = chunk_of(chunk.offset, data)
-                        if in_part:
-                            self._remember(index, found)
-                    first, last = max(offset, chunk.offset), min(end, chunk.offset + chunk.length)
-                    for at in range(first, last, chunk_bytes):
-                        stop = min(at + chunk_bytes, last)
-                        whole = stop - at == chunk.length
-                        yield found if whole else chunk_of(at, found.data[at - chunk.offset : stop - chunk.offset])
+            for index in range(max(self._index_at(offset), 0), len(self.manifest.chunks)):
+                chunk = self.manifest.chunks[index]
+                if chunk.offset >= end:
+                    return
+                if chunk.offset + chunk.length <= offset:
+                    continue
+                in_part = chunk.offset < offset or chunk.offset + chunk.length > end
+                found = self._recent.get(index)
+                if found is None:
+                    data = self._read(chunk)
+                    if digest(data) != chunk.digest:
+                        raise self._changed_at_rest(chunk)
+                    found = chunk_of(chunk.offset, data)
+                    if in_part:
+                        self._remember(index, found)
+                first, last = max(offset, chunk.offset), min(end, chunk.offset + chunk.length)
+                for at in range(first, last, chunk_bytes):
+                    stop = min(at + chunk_bytes, last)
+                    whole = stop - at == chunk.length
+                    yield found if whole else chunk_of(at, found.data[at - chunk.offset : stop - chunk.offset])
         except OSError as error:
             raise MeshError(
                 Reason.UNKNOWN_VERSION, f"bytes of version {self.manifest.version} are gone: {error}"
@@ -307,8 +349,12 @@ class VersionBytes:
         )
 
 
-def _is_sound(reader: PayloadReader, chunk: ChunkEntry) -> bool:
-    return digest(reader.read(chunk.offset, chunk.length)) == chunk.digest
+def _populated(room: NDArray[np.uint8]) -> bool:
+    """Gives the pages of a mapping memory: at once, and beside other threads. False where that cannot be done so."""
+    start = room.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
+    num_bytes = room.ctypes.data + room.nbytes - start
+    failed: int = _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(num_bytes), MADV_POPULATE_WRITE)
+    return not failed
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from meshrl.versions.deltas import chains
 from meshrl.versions.deltas.chains import MANIFEST
 from meshrl.versions.deltas.codec import Rows, encode, write_stream
 from meshrl.versions.store import RETIRED, VersionStore
-from meshrl.versions.version_bytes import chunk_of
+from meshrl.versions.version_bytes import PAYLOAD, chunk_of
 from meshrl.wire.errors import MeshError
 from meshrl.wire.manifest import (
     SUM128,
@@ -56,7 +56,7 @@ def made_in(folder: Path) -> list[Manifest]:
                 manifest = delta_manifest(manifests[-1], manifest, chunks_of(payload.data, 4096))
             (folder / str(version)).mkdir()
             (folder / str(version) / MANIFEST).write_bytes(to_json(manifest))
-            (folder / str(version) / chains.PAYLOAD).write_bytes(payload.tobytes())
+            (folder / str(version) / PAYLOAD).write_bytes(payload.tobytes())
             manifests.append(manifest)
     return manifests
 
@@ -69,7 +69,7 @@ def test_what_a_delta_leads_on_from_stays_until_the_delta_is_retired(tmp_path: P
     for version, artifact in enumerate(artifacts):
         store.check_base(artifact, manifests[version])
         store.open(artifact, manifests[version])
-        held, payload = store.held(artifact), (made / str(version) / chains.PAYLOAD).read_bytes()
+        held, payload = store.held(artifact), (made / str(version) / PAYLOAD).read_bytes()
         for chunk in manifests[version].chunks:
             held.write(chunk_of(chunk.offset, payload[chunk.offset : chunk.offset + chunk.length]))
         if version:
@@ -85,7 +85,7 @@ def test_what_a_delta_leads_on_from_stays_until_the_delta_is_retired(tmp_path: P
     assert store.steps(last, held_root, whole=True) == (merged,)
     assert store.steps(last, b"", whole=True) == (manifests[0], merged)
     data = b"".join(bytes(chunk.data) for chunk in store.read(artifacts[0], 0, 8192, 8192))
-    assert data == (made / "0" / chains.PAYLOAD).read_bytes()
+    assert data == (made / "0" / PAYLOAD).read_bytes()
     store.delete(last, ())
     assert list(spool.iterdir()) == []
     assert store.part(artifacts[0]) is store.part(artifact_id(merged)) is None
@@ -96,7 +96,7 @@ def test_a_start_deletes_what_was_cut_off_and_leads_to_nothing(tmp_path: Path) -
     names = [artifact_id(manifest) for manifest in manifests]
     for version, name in enumerate(names):
         (tmp_path / str(version)).rename(tmp_path / name)
-    (tmp_path / names[1] / chains.PAYLOAD).write_bytes(b"")
+    (tmp_path / names[1] / PAYLOAD).write_bytes(b"")
     store = VersionStore(tmp_path)
     store.prepare({names[3]})
     assert [folder.name for folder in tmp_path.iterdir()] == [names[3]]
@@ -113,7 +113,7 @@ def test_deltas_are_merged_unless_one_of_them_changed_at_rest(tmp_path: Path) ->
         return [part.manifest for part in chains.steps_to(chain, manifests[0].result_root, whole=True)]
 
     shutil.copytree(tmp_path, tmp_path / "damaged", copy_function=shutil.copyfile)
-    damaged = tmp_path / "damaged" / "2" / chains.PAYLOAD
+    damaged = tmp_path / "damaged" / "2" / PAYLOAD
     damaged.write_bytes(bytes([damaged.read_bytes()[0] ^ 1]) + damaged.read_bytes()[1:])
     (merged,) = steps(tmp_path)
     assert merged.base_root == manifests[0].result_root

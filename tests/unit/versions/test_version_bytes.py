@@ -33,9 +33,21 @@ def in_memory(folder: Path) -> VersionBytes:
 
 
 def in_file(folder: Path) -> VersionBytes:
-    file = folder / "payload"
-    file.write_bytes(bytes(len(DATA)))
-    return VersionBytes(made(), file=file)
+    (folder / "payload").write_bytes(bytes(len(DATA)))
+    return VersionBytes(made(), folder=folder)
+
+
+def in_several_files(folder: Path) -> VersionBytes:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(version_bytes, "PART_BYTES", CHUNK + CHUNK // 2)
+        held = VersionBytes(made(), folder=folder)
+    for file in held.files:
+        Path(file.path).write_bytes(bytes(file.num_bytes))
+    assert [(Path(file.path).name, file.num_bytes) for file in held.files] == [
+        ("payload-00000", 2 * CHUNK),
+        ("payload-00001", CHUNK),
+    ]
+    return held
 
 
 def in_mapped_file(folder: Path) -> VersionBytes:
@@ -45,7 +57,7 @@ def in_mapped_file(folder: Path) -> VersionBytes:
     return VersionBytes(made(), file=room.own, memory=room.parts[0][1])
 
 
-@pytest.fixture(params=[in_memory, in_file, in_mapped_file])
+@pytest.fixture(params=[in_memory, in_file, in_several_files, in_mapped_file])
 def held(request: pytest.FixtureRequest, tmp_path: Path) -> VersionBytes:
     make: Callable[[Path], VersionBytes] = request.param
     return make(tmp_path)
@@ -129,6 +141,6 @@ def test_bytes_are_waited_for_until_they_come_or_nothing_more_does() -> None:
 
 def test_a_later_start_finds_the_chunks_that_the_file_has(tmp_path: Path) -> None:
     in_file(tmp_path).write(chunk_of(CHUNK, DATA[CHUNK : 2 * CHUNK]))
-    again = VersionBytes(made(), file=tmp_path / "payload")
+    again = VersionBytes(made(), folder=tmp_path)
     again.find()
     assert again.missing == {0, 2}

@@ -16,13 +16,13 @@ from loguru import logger
 
 from meshrl.core.durable import write_file
 from meshrl.versions.deltas.codec import DeltaError, merge
-from meshrl.versions.version_bytes import VersionBytes
+from meshrl.versions.version_bytes import PAYLOAD, VersionBytes
 from meshrl.wire.errors import MeshError
 from meshrl.wire.manifest import chunks_of, delta_manifest
 from meshrl.wire.manifest_file import from_json, to_json
 from meshrl.wire.types import Manifest
 
-MANIFEST, PAYLOAD = "manifest.json", "payload"
+MANIFEST = "manifest.json"
 JOINED = "joined"
 
 
@@ -72,6 +72,6 @@ def _merged(base: Manifest, deltas: Sequence[VersionBytes]) -> VersionBytes:
 
 
 def stored(manifest: Manifest, folder: Path) -> VersionBytes:
-    part = VersionBytes(manifest, file=folder / PAYLOAD)
+    part = VersionBytes(manifest, folder=folder)
     part.missing.clear()
     return part
