@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import invariant
 
@@ -204,7 +205,7 @@ def walk(kind: type[WeightSync], seed: int, steps: int) -> WeightSync:
             (1.0, lambda _: mesh.send()),
         ]
     rare: list[Callable[[str], None]] = [
-        lambda _: mesh.hub_crashes_and_restarts(True),
+        lambda _: mesh.hub_crashes_and_restarts(True, flip()),
         lambda _: mesh.trainer_restarts(which(), draw.randrange(3), True),
         lambda _: mesh.abort(which(), draw.randrange(3), True),
         lambda name: mesh.session_breaks(name, True),
@@ -261,7 +262,8 @@ def test_two_runs_keep_the_law_and_get_versions_through() -> None:
     assert kinds["epoch"] > 30
 
 
-def test_a_hub_that_is_killed_after_any_entry_brings_both_runs_on() -> None:
+@pytest.mark.parametrize("power_cut", [False, True])
+def test_a_hub_that_is_killed_after_any_entry_brings_both_runs_on(power_cut: bool) -> None:
     """Restarts at each entry of the log in turn: what was decided is served in the end, for both runs."""
     for entry in range(1, 24):
         mesh = TwoRuns()
@@ -271,7 +273,7 @@ def test_a_hub_that_is_killed_after_any_entry_brings_both_runs_on() -> None:
                 mesh.engines_go_on((name,), turn, 8, True)
             mesh.report_arrives(ENGINES[turn % 2], 3)
             if len(mesh.history) >= entry:
-                mesh.hub_crashes_and_restarts(True)
+                mesh.hub_crashes_and_restarts(True, power_cut)
                 break
         mesh.engines_serve_only_whole_decided_versions()
         mesh.log_gives_back_the_same_versions()

@@ -1,7 +1,8 @@
 """The hub and a publisher as a state machine: only the rules run, no I/O; every step may go wrong.
 
-The simulated disk holds what was made durable; a hub that crashes keeps that and nothing else. Engines hold the name of
-the artifact that is live, or TORN while an apply that failed has left them half way.
+The simulated disk holds what was made durable; a hub that crashes keeps that and nothing else, and after a power cut
+only what was saved up to the last row that outlives one. Engines hold the name of the artifact that is live, or TORN
+while an apply that failed has left them half way.
 """
 
 from __future__ import annotations
@@ -111,6 +112,7 @@ class SimulatedHub(RuleBasedStateMachine):
         super().__init__()
         self.now_s = 0.0
         self.disk: hub.Save | None = None
+        self.synced: hub.Save | None = None  # of it, what outlives a power cut
         self.history: list[hub.Save] = []  # all that was ever saved
         self.pending: deque[hub.Action] = deque()
         self.engines = {name: Engine() for name in ENGINES}
@@ -172,6 +174,8 @@ class SimulatedHub(RuleBasedStateMachine):
         if isinstance(action, hub.Save):
             self.disk = saved_over(self.disk, action)
             self.history.append(action)
+            if action.outlives_power_cut:
+                self.synced = self.disk
             if action.decision is not None:
                 self.take(self.coordinator.decided(action.decision, self.now_s))
         elif isinstance(action, hub.Send):
@@ -200,11 +204,13 @@ class SimulatedHub(RuleBasedStateMachine):
         while self.pending:
             self.perform_one()
 
-    @rule(really=RARELY)
-    def hub_crashes_and_restarts(self, really: bool) -> None:
+    @rule(really=RARELY, power_cut=st.booleans())
+    def hub_crashes_and_restarts(self, really: bool, power_cut: bool) -> None:
         if not really:
             return
         self.pending.clear()  # whatever was not durable is gone
+        if power_cut:
+            self.lose_what_need_not_outlive_a_power_cut()
         for engine in self.engines.values():
             self.hang_up(engine)
         self.coordinator = self.new_hub()
@@ -214,6 +220,21 @@ class SimulatedHub(RuleBasedStateMachine):
             if known and self.epoch[run_id] > known + 1:
                 # The epoch before was not durable. The trainer is refused and ends; its next start asks this hub.
                 self.epoch[run_id] = known + 1
+
+    def lose_what_need_not_outlive_a_power_cut(self) -> None:
+        """Neither decisions nor epochs."""
+        self.disk, saved = self.synced, self.history
+        if saved:
+            assert self.disk is not None
+            assert self.disk.run["epochs"] == saved[-1].run["epochs"]
+            rows = {save.decision: self.disk.versions.get(save.decision) for save in saved if save.decision is not None}
+            decided = {state.value for state in (*hub.DECIDED, VersionState.RETIRED)}
+            assert all(row is None or row["state"] in decided for row in rows.values())
+            self.answers = {
+                key: answer
+                for key, answer in self.answers.items()
+                if (row := self.disk.versions.get(key)) is not None and row["answer"] is not None
+            }
 
     # --- publisher and orchestrator ---------------------------------------------------------------
 

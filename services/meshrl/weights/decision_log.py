@@ -3,8 +3,8 @@
 Each row has a digest of its content and key (`seal`), and the run's row one of all others' as well, so that a damaged,
 lost or older row is an error.
 
-`NAME-lock` beside it is locked by the hub at work and holds the number of the last write: SQLite takes damage at the
-end of its WAL for a torn write, which would undo decisions in silence.
+`NAME-lock` beside it is locked by the hub at work and holds the number of the last write that outlives a power cut:
+SQLite takes damage at the end of its WAL for a torn write, which would undo decisions in silence.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from meshrl.core import durable
-from meshrl.core.sqlite_files import prepare, seal
+from meshrl.core.sqlite_files import network_file_system, prepare, seal
 from meshrl.weights.coordinator.states import Key, Save
 from meshrl.wire.values import JsonObject
 
@@ -57,6 +57,7 @@ class DecisionLog:
         self._thread = ThreadPoolExecutor(1, "decision-log")
         self._lock = -1
         self._file: sqlite3.Connection | None = None
+        self._always_synced = True
         self._writes = 0
         self._seals: dict[tuple[object, ...], bytes] = {}  # of every row but the run's, by key
 
@@ -65,7 +66,7 @@ class DecisionLog:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._open)
 
     async def save(self, rows: Save) -> None:
-        """Returns once all rows are on disk. Raises LogError, OSError."""
+        """Returns once all rows outlive this process and, where they must, a power cut. Raises LogError, OSError."""
         await asyncio.get_running_loop().run_in_executor(self._thread, self._save, rows)
 
     async def close(self) -> None:
@@ -82,6 +83,7 @@ class DecisionLog:
             file.execute("PRAGMA locking_mode = EXCLUSIVE")
             self._check_layout(file, last_write)
             prepare(file, self.path, outlives_power_cuts=True)
+            self._always_synced = network_file_system(self.path) is not None
             saved = self._read(file)
             if self._writes < last_write:
                 raise self._damaged(f"its last write is number {self._writes} of {last_write}")
@@ -158,7 +160,9 @@ class DecisionLog:
     def _save(self, rows: Save) -> None:
         assert self._file is not None
         file, groups = self._file, {(generation,): row for generation, row in rows.groups.items()}
+        synced = rows.outlives_power_cut or self._always_synced
         try:
+            file.execute(f"PRAGMA synchronous = {'FULL' if synced else 'NORMAL'}")
             file.execute("BEGIN IMMEDIATE")
             for table, changes in (("versions", rows.versions), ("groups", groups)):
                 for key, row in changes.items():
@@ -170,7 +174,8 @@ class DecisionLog:
             file.execute("COMMIT")
         except sqlite3.Error as error:
             raise self._trouble(error) from error
-        self._note_write()
+        if synced:
+            self._note_write()
 
     def _put(self, file: sqlite3.Connection, table: str, key: tuple[Any, ...], row: JsonObject | None) -> None:
         marks = ", ".join("?" * len(key))

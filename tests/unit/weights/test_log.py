@@ -10,6 +10,7 @@ import sqlite3
 import subprocess
 import sys
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,9 @@ async def write():
     while True:
         number += 1
         versions = {Key('run', 1, number): {"state": "committed", "number": number}, Key('run', 1, number - 20): None}
-        await log.save(Save(run={"number": number}, versions=versions, groups={number % 5: {"number": number}}))
+        groups = {number % 5: {"number": number}}
+        outlives = number % 3 == 0
+        await log.save(Save(run={"number": number}, versions=versions, groups=groups, outlives_power_cut=outlives))
         print(number, flush=True)
 
 asyncio.run(write())
@@ -116,6 +119,31 @@ async def test_a_hub_that_is_killed_in_the_middle_of_writes_loses_none_that_it_r
         assert saved.versions == {
             Key("run", 1, n): {"state": "committed", "number": n} for n in range(max(1, number - 19), number + 1)
         }
+
+
+async def test_a_power_cut_undoes_only_what_need_not_outlive_one(tmp_path: Path) -> None:
+    log, first, second, third = DecisionLog(tmp_path / "one" / "log"), *saves(3)
+    await log.open()
+    await log.save(first)
+    names = ("log", "log-wal")
+    at_first = {name: (tmp_path / "one" / name).read_bytes() for name in names}
+    await log.save(replace(second, outlives_power_cut=False))
+
+    def left(folder: str) -> Path:
+        return shutil.copytree(tmp_path / "one", tmp_path / folder)
+
+    killed, cut = left("killed"), left("cut")
+    for name in names:
+        (cut / name).write_bytes(at_first[name])
+    assert await read(killed / "log") == after(2)
+    assert await read(cut / "log") == after(1)
+    await log.save(third)
+    torn = left("torn")
+    for name in names:
+        (torn / name).write_bytes(at_first[name])
+    await log.close()
+    with pytest.raises(LogError, match="its last write is number 1 of 3"):
+        await read(torn / "log")
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["closed", "killed"])

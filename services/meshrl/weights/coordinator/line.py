@@ -86,6 +86,7 @@ class LineLog:
         groups: Mapping[int, JsonObject | None] | None = None,
         decision: Key | None = None,
         committed: Activation | None = None,
+        outlives_power_cut: bool = True,
     ) -> Save:
         # A decision gets its revision once it is durable; its row, and rows that are written until then, count it.
         revision = self.revision + self.deciding
@@ -94,7 +95,14 @@ class LineLog:
             as_of = revision if record.deciding else record.revision
             versions[record.key] = rows.version(record, as_of, self.wall_offset_s)
         hub = rows.hub(self.epochs, sorted(self.closed), revision)
-        return Save(run=hub, versions=versions, groups=groups or {}, decision=decision, committed=committed)
+        return Save(
+            run=hub,
+            versions=versions,
+            groups=groups or {},
+            decision=decision,
+            committed=committed,
+            outlives_power_cut=outlives_power_cut,
+        )
 
 
 class RunLine:
@@ -173,8 +181,9 @@ class RunLine:
             )
         record = VersionRecord.staged(manifest, artifact)
         self.records.add(record)  # before older epochs are dropped: files that both name must stay
+        begins = manifest.epoch > self.epoch
         actions = self.begin_epoch(manifest.epoch)
-        return record, [*actions, self._changed(record)]
+        return record, [*actions, self._changed(record, outlives_power_cut=begins)]
 
     def arrives(self, record: VersionRecord, now_s: float) -> list[Action]:
         """The first bytes of a version come: engines with nothing else to fetch follow a streamed upload."""
@@ -474,7 +483,7 @@ class RunLine:
             self._log.bump(record)
             record.attempt = None
             return [
-                self._log.save(record, committed=record.answer),
+                self._log.save(record, committed=record.answer, outlives_power_cut=False),
                 Answer(key=record.key, result=record.answer),
                 *self._retire(record),
             ]
@@ -549,9 +558,10 @@ class RunLine:
     def _delete(self, record: VersionRecord, paths: tuple[str, ...]) -> list[Action]:
         return [DeleteBytes(artifact_id=artifact, paths=paths) for artifact in record.artifacts]
 
-    def _changed(self, record: VersionRecord) -> Save:
+    def _changed(self, record: VersionRecord, *, outlives_power_cut: bool = True) -> Save:
         self._log.bump(record)
-        return self._log.save(record, forgotten=self._forget() if record.state not in LIVE else ())
+        forgotten = self._forget() if record.state not in LIVE else ()
+        return self._log.save(record, forgotten=forgotten, outlives_power_cut=outlives_power_cut)
 
     def _forget(self) -> list[Key]:
         engines = self.engines

@@ -274,7 +274,8 @@ class Save:
     """Write rows to the log, all or none, and make them durable, then wake the watchers; after a decision call
     `Coordinator.decided`.
 
-    `versions` and `groups` are the changed rows, None for a forgotten one; `run` is the row of the hub itself.
+    `versions` and `groups` are the changed rows, None for a forgotten one; `run` is the row of the hub itself. Where
+    they need not outlive a power cut, nothing waits for the disk: a later hub gets them from publishers and engines.
     """
 
     run: JsonObject
@@ -282,6 +283,7 @@ class Save:
     groups: Mapping[int, JsonObject | None] = field(default_factory=dict)
     decision: Key | None = None
     committed: Activation | None = None
+    outlives_power_cut: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
