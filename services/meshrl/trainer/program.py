@@ -53,6 +53,7 @@ from meshrl.wire.types import TrainerInfo
 
 SERVICE = "meshrl.v1.TrainerService"
 DRAIN_GRACE_S = 5.0
+MAX_ADAPTER_RANK = 1024  # no limit but memory; a rank as large as a layer is no adapter
 
 
 def run_rank(config: TrainerConfig, rank: int) -> None:
@@ -99,7 +100,8 @@ async def serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer
             history_events=config.history_events,
             checkpoints=Layout(config.output_dir).checkpoints,
         )
-        table = RunTable(book, held=True, complete=config.max_concurrent_runs == 1)
+        takes_runs = config.max_concurrent_runs > 1
+        table = RunTable(book, held=True, complete=not takes_runs)
         learner, plan = parts.learner, parts.parallel.plan
         replayed = replayed_shape(config.enable_router_replay, learner.policy)
         info = TrainerInfo(
@@ -110,6 +112,9 @@ async def serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer
             objective=config.loss.type,
             model=config.model.name,
             runs=(),
+            max_runs=1 + config.max_concurrent_runs if takes_runs else 1,
+            max_adapter_rank=MAX_ADAPTER_RANK if takes_runs else None,
+            default_adapter=config.own_run.spec.adapter if takes_runs else None,
             max_queued_batches=config.max_queued_batches,
             vocab_size=int(learner.model.config.get_text_config().vocab_size),
             max_message_bytes=(largest := max_message_bytes(config.seq_len, replayed)),
@@ -140,7 +145,7 @@ async def serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer
                 opened = await unless_stopped(
                     stop, thread.call(lambda: opener.open_own(decided, table.own, settings, os.environ))
                 )
-            quantum = config.seq_len * plan.dp_size if config.max_concurrent_runs > 1 else None
+            quantum = config.seq_len * plan.dp_size if takes_runs else None
             training_loop = TrainerLoop(
                 table,
                 opened.training,
@@ -151,7 +156,7 @@ async def serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer
                 on_end=parts.leave,
             )
             maker, discovering = run_maker(learner, config.model.name, config.output_dir, config.run_hooks), None
-            if config.max_concurrent_runs > 1:
+            if takes_runs:
                 servicer.host = RunHost(
                     table,
                     training_loop,

@@ -40,7 +40,6 @@ from meshrl.wire.types import (
 )
 
 MIN_MESSAGE_BYTES = 4 * 2**20
-MAX_ADAPTER_RANK = 1024  # no limit but memory; a rank as large as a layer is no adapter
 BYTES_PER_TOKEN = 64  # of a micro-batch message, with room for the ids and traces of its samples
 
 
@@ -62,8 +61,8 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         on_drained: Callable[[], None],
         quotas: Quotas | None = None,
     ) -> None:
-        """`info` is the answer of GetTrainer without the runs and the host's fields. `takes_prefixes`: the model can
-        train shared prefixes. `on_drained` is called once a client's Drain has emptied all queues."""
+        """`info` is the answer of GetTrainer without the runs and the bytes of adapters. `takes_prefixes`: the model
+        can train shared prefixes. `on_drained` is called once a client's Drain has emptied all queues."""
         self._runs = runs
         self._trainer, self._takes_prefixes = info, takes_prefixes
         self._on_drained = on_drained
@@ -76,16 +75,9 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         self._told_unreplayed = False
 
     async def GetTrainer(self, request: pb.GetTrainerRequest, context: object) -> pb.GetTrainerResponse:  # noqa: N802 - gRPC's name
-        info = replace(self._trainer, runs=tuple(self._info(run) for run in self._runs), max_runs=1)
+        info = replace(self._trainer, runs=tuple(self._info(run) for run in self._runs))
         if self.host is not None:
-            info = replace(
-                info,
-                max_runs=1 + self.host.max_runs,
-                max_adapter_rank=MAX_ADAPTER_RANK,
-                adapter_bytes_total=self.host.room_bytes,
-                adapter_bytes_used=self.host.used_bytes,
-                default_adapter=self.host.own_settings.spec.adapter,
-            )
+            info = replace(info, adapter_bytes_total=self.host.room_bytes, adapter_bytes_used=self.host.used_bytes)
         answer: pb.GetTrainerResponse = to_proto(
             info, contract_version=CONTRACT_VERSION, capabilities=capabilities.TRAINER
         )
