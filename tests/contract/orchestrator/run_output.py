@@ -9,7 +9,8 @@ from ledger_audit import AuditReport, audit
 
 
 def records(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be half written yet
 
 
 def step_records(folder: Path) -> list[dict[str, float]]:
