@@ -9,6 +9,7 @@ import google_crc32c
 import numpy as np
 import pytest
 
+from meshrl.versions import version_bytes
 from meshrl.versions.files import Spool
 from meshrl.versions.store import VersionStore
 from meshrl.versions.version_bytes import VersionBytes
@@ -91,6 +92,41 @@ def test_a_hub_that_was_killed_before_a_version_had_room_takes_it_after_its_next
     assert b"".join(bytes(piece.data) for piece in store.read(artifact, 0, len(DATA), CHUNK_BYTES)) == DATA
 
 
+def test_a_version_in_several_files_goes_on_from_those_that_a_killed_hub_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(version_bytes, "PART_BYTES", CHUNK_BYTES)
+    manifest = made()
+    artifact = artifact_id(manifest)
+    killed = VersionStore(tmp_path)
+    killed.open(artifact, manifest)
+    killed.held(artifact).write(chunk(CHUNK_BYTES))
+    (tmp_path / artifact / "payload-00000").unlink()
+    store = VersionStore(tmp_path)
+    store.prepare({artifact})
+    assert store.held(artifact).missing_offsets() == (0,)
+    store.held(artifact).write(chunk(0))
+    assert b"".join(bytes(piece.data) for piece in store.read(artifact, 0, len(DATA), CHUNK_BYTES)) == DATA
+    store.delete(artifact, ())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_version_that_an_earlier_release_kept_in_one_file_is_read_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = made()
+    artifact = artifact_id(manifest)
+    earlier = VersionStore(tmp_path)
+    earlier.open(artifact, manifest)
+    for offset in (0, CHUNK_BYTES):
+        earlier.held(artifact).write(chunk(offset))
+    monkeypatch.setattr(version_bytes, "PART_BYTES", CHUNK_BYTES)
+    store = VersionStore(tmp_path)
+    store.prepare({artifact})
+    assert store.held(artifact).missing_offsets() == ()
+    assert b"".join(bytes(piece.data) for piece in store.read(artifact, 0, len(DATA), CHUNK_BYTES)) == DATA
+
+
 def test_an_engine_whose_shared_memory_fills_up_refuses_a_version_and_goes_on_once_there_is_room(disk: Path) -> None:
     spool = Spool(disk, "engine")
     room = spool.room_for(made(), for_writes=True)
@@ -99,11 +135,15 @@ def test_an_engine_whose_shared_memory_fills_up_refuses_a_version_and_goes_on_on
     with pytest.raises(MeshError, match="this host has no room for version 3") as caught:
         held.write(chunk(0))
     assert (caught.value.reason, held.missing) == (Reason.OVERLOADED, {0, 1})
+    with pytest.raises(MeshError, match="this host has no room for version 3"):  # and no page that kills the process
+        held.room(0, len(DATA))
     with pytest.raises(MeshError, match="No space left on device"):
         spool.room_for(made(), for_writes=True)
     filler.unlink()
-    for offset in (0, CHUNK_BYTES):
-        held.write(chunk(offset))
+    landed = held.room(0, CHUNK_BYTES)
+    landed[:] = np.frombuffer(DATA, np.uint8)[:CHUNK_BYTES]
+    held.take(held.manifest.chunks[0], landed)
+    held.write(chunk(CHUNK_BYTES))
     assert room.parts[0][1].tobytes() == DATA
     room.release()
 
