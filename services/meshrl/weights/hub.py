@@ -279,6 +279,8 @@ class Hub:
             epoch=epoch, version=version, artifact_id=artifact_id, message=message, now_s=self._now()
         )
         await self._actions.put(actions)
+        if deleting := {self._deleting[artifact] for artifact in record.artifacts if artifact in self._deleting}:
+            await asyncio.wait(deleting)  # the publisher's next files may have the same names
         return record.info()
 
     async def open_group(self, request: BroadcastRequest) -> OpenedGroup:
