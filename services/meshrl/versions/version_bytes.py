@@ -17,7 +17,7 @@ from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Literal
@@ -153,10 +153,8 @@ class VersionBytes:
                     skip = os.fstat(opened.fileno()).st_size - file.num_bytes
                     write_at(opened.fileno(), data[start - offset : stop - offset].data, skip + start - file.offset)
 
-    @contextmanager
-    def _while_there_is_room(self) -> Iterator[None]:
-        with room_for(self.manifest, self.folder.parent, "the hub" if self._memory is None else "this host"):
-            yield
+    def _while_there_is_room(self) -> AbstractContextManager[None]:
+        return room_for(self.manifest, self.folder.parent, "the hub" if self._memory is None else "this host")
 
     def room(self, offset: int, end: int) -> NDArray[np.uint8]:
         """Where missing bytes [offset, end) are received before `take`. Raises OVERLOADED as `put`."""

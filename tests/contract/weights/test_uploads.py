@@ -201,19 +201,20 @@ async def test_versions_go_on_while_bytes_of_older_ones_are_deleted(
     await mesh.until(lambda: len(store.artifacts) == 2)
 
 
-async def test_a_version_that_was_aborted_is_staged_again_after_its_bytes_are_deleted(
+async def test_an_abort_is_answered_and_the_version_staged_again_after_its_bytes_are_deleted(
     mesh: Mesh, engine: MemoryEngine, slow_deletes: threading.Event
 ) -> None:
     publisher, client = mesh.publisher(Transport.STREAM), mesh.client()
     prepared = await publisher.prepare(0, make_state(1))
     staged = await client.create_version(prepared.manifest)
-    await client.abort_version(run_id="run", epoch=1, version=0, message="later")
-    again = asyncio.create_task(publisher.publish(0, make_state(1)))
+    aborting = asyncio.create_task(client.abort_version(run_id="run", epoch=1, version=0, message="later"))
     await mesh.until(lambda: staged.artifact_id in mesh.hub._deleting)
+    again = asyncio.create_task(publisher.publish(0, make_state(1)))
     await asyncio.sleep(0.3)
+    assert not aborting.done()
     assert not again.done()
     slow_deletes.set()
-    await again
+    await asyncio.gather(aborting, again)
     mesh.start_agent("e0", engine)
     await mesh.activate(0)
     assert engine.holds(make_state(1))
