@@ -30,11 +30,12 @@ with socket.create_connection((address, 5000), timeout=120.0) as line:
     connected_s = time.monotonic() - began_s
     used = line.getsockopt(socket.IPPROTO_TCP, 13, 16).split(b"\\0")[0].decode()
     print(json.dumps({"connected_s": connected_s, "congestion_control": used}), flush=True)
+    left = 0
     while asked := sys.stdin.readline():
         line.settimeout(float(asked))
+        left += num_bytes
         try:
             line.sendall(bytes(num_bytes))
-            left = num_bytes
             while left:
                 left -= len(line.recv(65536))
         except TimeoutError:
@@ -54,7 +55,7 @@ class Conversation:
         self.told = json.loads(self._program.stdout.readline())
 
     def echo(self, deadline_s: float = 100.0) -> str:
-        """Sends the bytes; returns when they were back, or "nothing"."""
+        """Sends the bytes; returns when they and those of earlier calls were back, or "nothing"."""
         assert self._program.stdin is not None
         assert self._program.stdout is not None
         self._program.stdin.write(f"{deadline_s}\n")
