@@ -62,7 +62,7 @@ async def publish(address: str, manifest: Manifest, payload: Any) -> float:
 
 
 async def receive(address: str, manifest: Manifest) -> float:
-    held = Spool(None, f"bench-hub-bytes-{manifest.version}").room_for(manifest, for_writes=True)
+    held = Spool().room_for(manifest, for_writes=True)
     artifact = artifact_id(manifest)
     async with WeightSyncClient(address) as client:
         downloader = Downloader(client, LinkLimits())
@@ -70,7 +70,7 @@ async def receive(address: str, manifest: Manifest) -> float:
             while not await is_arriving(client, artifact):
                 pass  # each call waits for its answer
             began_s = time.perf_counter()
-            await downloader.pull(VersionBytes(manifest, file=held.own, memory=held.parts[0][1]), artifact)
+            await downloader.pull(VersionBytes(manifest, file=held.files[0], memory=held.parts[0][1]), artifact)
             return time.perf_counter() - began_s
         finally:
             await downloader.close()

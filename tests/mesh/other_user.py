@@ -99,7 +99,6 @@ def called(
 def plant(output_dir: Path) -> list[Path]:
     """Makes, as the other user, the folders whose names could be guessed from a run's output folder."""
     name = hashlib.blake2s(str(output_dir.absolute()).encode(), digest_size=6).hexdigest()
-    spool = "meshrl-spool-127.0.0.1_8000"
-    planted = [SHM / f"meshrl-0-{name}", SHM / spool, Path("/tmp") / spool]
+    planted = [SHM / f"meshrl-0-{name}"]
     as_other_user(lambda: [os.makedirs(folder, 0o777, exist_ok=True) for folder in planted])
     return planted

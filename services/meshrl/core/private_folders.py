@@ -54,16 +54,8 @@ def keep_to(readable_by: ReadableBy, output_dir: Path) -> None:
 
 
 def versions_folder(output_dir: Path) -> Path:
-    return SHM / _private_name(output_dir, "versions")
-
-
-def spool_name(output_dir: Path, engine_id: str) -> str:
-    return _private_name(output_dir, f"spool of {engine_id}")
-
-
-def _private_name(output_dir: Path, purpose: str) -> str:
-    """A name that all programs of a run compute alike and no other user can guess, by a secret in the run's
-    credentials, which the first call makes."""
+    """Its name is the same for all programs of a run, and no other user can guess it: it is made with a secret in the
+    run's credentials, which the first call makes."""
     file = private_folder(Layout(output_dir).credentials) / "folders.secret"
     if not file.exists():
         made = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
@@ -75,7 +67,7 @@ def _private_name(output_dir: Path, purpose: str) -> str:
             os.link(made, file)
         made.unlink()
     secret = file.read_bytes()
-    return f"meshrl-{hashlib.blake2s(f'{output_dir.resolve()} {purpose}'.encode(), key=secret).hexdigest()[:32]}"
+    return SHM / f"meshrl-{hashlib.blake2s(f'{output_dir.resolve()} versions'.encode(), key=secret).hexdigest()[:32]}"
 
 
 def socket_folder(environ: Mapping[str, str] = os.environ) -> Path:

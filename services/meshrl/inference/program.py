@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerBase
 from meshrl.core.credentials.https import kept_fresh, scheme, server_context
 from meshrl.core.credentials.secret import ADMIN_KEY, read_secret
 from meshrl.core.heap import freeze_loaded
-from meshrl.core.private_folders import spool_name
 from meshrl.core.program import say_ready
 from meshrl.core.rpc.serve import check_bind
 from meshrl.core.telemetry.exposition import registry_of
@@ -32,7 +31,6 @@ from meshrl.inference.http.chat_replies import ChatReplies
 from meshrl.inference.http.metrics import EngineMetrics
 from meshrl.inference.http.tokenizer import TextCodec
 from meshrl.models.load import ModelError, load_tokenizer
-from meshrl.versions.files import Spool
 from meshrl.wire.errors import MeshError
 
 CLOSE_DEADLINE_S = 5.0
@@ -50,10 +48,8 @@ class _Beside:
     def begin(self) -> None:
         config = self._config
         self._loading = asyncio.create_task(self._load())
-        spooled_by = config.engine_id or (config.server.address if config.server.port else "")
-        if config.weight_broadcast is not None and spooled_by:  # else the agent names its spool by the port it gets
-            spool = Spool(None, spool_name(config.output_dir, spooled_by))
-            self.ahead = VersionAhead(config.weight_broadcast, spool)
+        if config.weight_broadcast is not None:
+            self.ahead = VersionAhead(config.weight_broadcast)
             self.ahead.begin()
 
     async def _load(self) -> tuple[PreTrainedTokenizerBase, ChatReplies | None] | None:
@@ -108,7 +104,6 @@ async def serve(config: InferenceConfig, stop: asyncio.Event, tracer: Tracer) ->
             engine_id=config.engine_id,
             engine_pool=config.engine_pool,
             broadcast=config.weight_broadcast,
-            output_dir=config.output_dir,
         )
         follower = HubFollower(engine, membership, url=config.url or "", waits=waits_of(tracer), ahead=beside.ahead)
         server = InferenceServer(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,7 @@ from meshrl.core.config import BaseConfig, ConfigError, dump_toml, load_config
 from meshrl.core.config.schema import SECTION
 from meshrl.core.interpreter import check_interpreter
 from meshrl.core.paths import Layout
-from meshrl.core.private_folders import SHM, keep_to, spool_name, versions_folder
+from meshrl.core.private_folders import keep_to, versions_folder
 from meshrl.core.program import run
 from meshrl.core.run_folder import delete_all_but, empty_folder, holds_a_run, writing_to
 from meshrl.core.telemetry.log_folder import begin_attempt, log_place
@@ -283,14 +282,7 @@ def _supervise(
 
 def temporary_folders(parts: Sequence[Part]) -> list[Path]:
     """Outside of output_dir, where killed programs leave files."""
-    folders = []
-    for part in parts:
-        if isinstance(part.config, TrainerConfig):
-            folders.append(versions_folder(part.config.output_dir))
-        elif isinstance(part.config, InferenceConfig):
-            spool = spool_name(part.config.output_dir, part.config.engine_id or part.config.server.address)
-            folders += [SHM / spool, Path(tempfile.gettempdir()) / spool]
-    return folders
+    return [versions_folder(part.config.output_dir) for part in parts if isinstance(part.config, TrainerConfig)]
 
 
 def placed(parts: Sequence[Part]) -> list[str]:

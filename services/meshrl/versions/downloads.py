@@ -132,6 +132,7 @@ class _Download:
             for task in (over, *self._workers):
                 task.cancel()
             await asyncio.gather(over, *self._workers, *self._checks, return_exceptions=True)
+            del self._held  # the workers' tracebacks lead here, and would keep its memory until they are collected
 
     def __str__(self) -> str:
         return f"the fetch of version {self._held.manifest.version}, with {self._queue.chunks_left} chunks to go,"

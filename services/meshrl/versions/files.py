@@ -1,7 +1,8 @@
 """The bytes of a version on an engine's host, for agents: in mapped files or in memory, without a second copy.
 
 A version on a shared filesystem is mapped in place. One that comes in chunks is put into a buffer or, for an engine
-whose model runs in other processes, into a safetensors file in shared memory.
+whose model runs in other processes, into a safetensors file in shared memory, which has no name and so ends with its
+process.
 """
 
 from __future__ import annotations
@@ -12,18 +13,18 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import torch
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from meshrl.client.private import private_folder
 from meshrl.core.private_folders import SHM
 from meshrl.versions.collective.digest import digest_bytes, sum128
 from meshrl.versions.layout import TORCH_DTYPES
@@ -41,11 +42,13 @@ Bytes = NDArray[np.uint8]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HostBytes:
-    """A version's byte stream: `parts` are (offset, bytes); `own` is a file that `release` deletes."""
+    """A version's byte stream: `parts` are (offset, bytes); `own` is the one of `files` that `release` deletes, and
+    begins with `header`."""
 
     parts: tuple[tuple[int, Bytes], ...]
     files: tuple[Path, ...] = ()
-    own: Path | None = None
+    own: IO[bytes] | None = None
+    header: bytes = b""
 
     def of(self, entry: TensorEntry | ChunkEntry) -> Bytes:
         """The bytes of a tensor or a chunk; a view, unless several files hold it."""
@@ -114,11 +117,9 @@ class HostBytes:
         return blake3(data.data, max_threads=threads).digest() == entry.digest
 
     def release(self) -> None:
-        """Deletes its own file; processes that have mapped it keep the bytes."""
+        """Deletes its own file; processes that have it open keep the bytes."""
         if self.own is not None:
-            self.own.unlink(missing_ok=True)
-            with suppress(OSError):  # another version is in it, or it is gone already
-                self.own.parent.rmdir()
+            self.own.close()
 
 
 def map_files(entries: Sequence[FileEntry]) -> HostBytes:
@@ -145,58 +146,88 @@ def empty_bytes(manifest: Manifest) -> HostBytes:
 
 
 class Spool:
-    """Makes files for versions in chunks, in a folder of one engine, which its next start empties."""
+    """Makes files for versions in chunks. Safe for threads."""
 
-    def __init__(self, folder: Path | None, name: str) -> None:
-        """`folder`: its parent; None is shared memory, or the temporary folder while that is full."""
-        self._name = name
+    def __init__(self, folder: Path | None = None) -> None:
+        """`folder`: where the files are; None is shared memory, or the temporary folder while that is full."""
         self._choices = [folder] if folder is not None else [SHM, Path(tempfile.gettempdir())]
-        for choice in self._choices:
-            shutil.rmtree(choice / self._name, ignore_errors=True)  # of an engine that was killed
+        self._room: HostBytes | None = None
+        self._staged = b""  # the header of the version that was staged last; empty for a delta
+        self._lock = threading.Lock()
 
     def room_for(self, manifest: Manifest, *, for_writes: bool = False) -> HostBytes:
         """A safetensors file for a version, its payload to be filled; `for_writes`: by writes to the file alone.
 
         Raises MeshError OVERLOADED: no room.
         """
-        try:
-            header = safetensors_header(manifest.tensors)
-            size = len(header) + manifest.num_bytes
-            folder = private_folder(self._folder(size))
-            fd, name = tempfile.mkstemp(dir=folder, prefix=f"version_{manifest.version}-", suffix=".safetensors")
-            path = Path(name)
-            try:
-                if not for_writes:  # a write to a page of a mapping that cannot be had kills the process
-                    os.posix_fallocate(fd, 0, size)
-                elif shutil.disk_usage(folder).free < size:
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                os.ftruncate(fd, size)
-                os.pwrite(fd, header, 0)
-                payload = np.frombuffer(mmap.mmap(fd, size), dtype=np.uint8)[len(header) :]
-            except OSError:
-                with suppress(OSError):
-                    path.unlink()
-                raise
-            finally:
-                os.close(fd)
-            return HostBytes(parts=((0, payload),), files=(path,), own=path)
-        except OSError as error:
-            raise no_room(manifest.version, self._choices, error) from error
+        header = safetensors_header(manifest.tensors)
+        if (room := self._take(header)) is not None:
+            return room
+        size = len(header) + manifest.num_bytes
+        with self._file(manifest.version, size) as file:
+            if not for_writes:  # a write to a page of a mapping that cannot be had kills the process
+                os.posix_fallocate(file.fileno(), 0, size)
+            elif shutil.disk_usage(file.fileno()).free < size:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.ftruncate(file.fileno(), size)
+            os.pwrite(file.fileno(), header, 0)
+            payload = np.frombuffer(mmap.mmap(file.fileno(), size), dtype=np.uint8)[len(header) :]
+        return HostBytes(parts=((0, payload),), files=(_open_path(file),), own=file, header=header)
+
+    def keep(self, room: HostBytes) -> None:
+        """Takes back the room of a version that is staged, once nobody reads it any more.
+
+        While versions in full follow each other it is kept for the next one: making and freeing its pages takes as
+        long as filling them.
+        """
+        with self._lock:
+            follows, self._staged = room.header == self._staged, room.header
+            if follows and self._room is None:
+                self._room = room
+                return
+        room.release()
+
+    def drop_room(self) -> None:
+        """Frees what is kept; nothing is, until versions in full follow each other again."""
+        with self._lock:
+            self._staged = b""
+        self._take(b"")
+
+    def _take(self, header: bytes) -> HostBytes | None:
+        with self._lock:
+            room, self._room = self._room, None
+        if room is None or room.header == header:
+            return room
+        room.release()
+        return None
 
     def write(self, version: int, data: Bytes) -> HostBytes:
+        self.drop_room()
+        with self._file(version, len(data)) as file:
+            file.write(data.data)
+            file.flush()
+        return HostBytes(parts=((0, data),), files=(_open_path(file),), own=file)
+
+    @contextmanager
+    def _file(self, version: int, size: int) -> Iterator[IO[bytes]]:
+        """Stays open, unless the block raises. Raises MeshError OVERLOADED: no room."""
         try:
-            fd, name = tempfile.mkstemp(dir=private_folder(self._folder(len(data))), prefix=f"delta_{version}-")
-            with open(fd, "wb") as file:
-                file.write(data.data)
-            return HostBytes(parts=((0, data),), files=(Path(name),), own=Path(name))
+            with ExitStack() as undo:
+                yield undo.enter_context(tempfile.TemporaryFile(dir=self._folder(size)))
+                undo.pop_all()
         except OSError as error:
             raise no_room(version, self._choices, error) from error
 
     def _folder(self, size: int) -> Path:
         for choice in self._choices:
             if choice.is_dir() and shutil.disk_usage(choice).free >= size + SPARE_BYTES:
-                return choice / self._name
-        return self._choices[-1] / self._name
+                return choice
+        return self._choices[-1]
+
+
+def _open_path(file: IO[bytes]) -> Path:
+    """By which this process, and others of its user on this host, open a file that has no name."""
+    return Path(f"/proc/{os.getpid()}/fd/{file.fileno()}")
 
 
 def no_room(version: int, folders: Sequence[Path], error: Exception) -> MeshError:

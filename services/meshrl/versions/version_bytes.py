@@ -154,7 +154,9 @@ class VersionBytes:
                     write_at(opened.fileno(), data[start - offset : stop - offset].data, skip + start - file.offset)
 
     def _while_there_is_room(self) -> AbstractContextManager[None]:
-        return room_for(self.manifest, self.folder.parent, "the hub" if self._memory is None else "this host")
+        if self._memory is None:
+            return room_for(self.manifest, self.folder.parent)
+        return room_for(self.manifest, Path(os.path.realpath(self.files[0].path)).parent, "this host")
 
     def room(self, offset: int, end: int) -> NDArray[np.uint8]:
         """Where missing bytes [offset, end) are received before `take`. Raises OVERLOADED as `put`."""

@@ -13,10 +13,11 @@ import pytest
 
 import slow_engine
 from engine_mesh import EngineClient, EngineMesh
-from meshrl.core.private_folders import SHM, spool_name
+from meshrl.core.private_folders import SHM
 from meshrl.wire.types import Transport
 from polling import until
 from served_engine import serving_engine
+from unnamed_files import unnamed_files
 
 JOINER = "joiner"
 SLOW_MBPS = 0.05  # its 411 kB take a minute
@@ -39,8 +40,8 @@ async def mesh(start_mesh: Callable[..., EngineMesh], gate: Path) -> EngineMesh:
     return mesh
 
 
-def spooled(mesh: EngineMesh) -> list[Path]:
-    return sorted((SHM / spool_name(mesh.folder, JOINER)).glob("*"))
+def spooled(mesh: EngineMesh) -> set[int]:
+    return unnamed_files(SHM, mesh.engine.process.pid)
 
 
 async def served(mesh: EngineMesh) -> None:
@@ -59,12 +60,11 @@ async def test_a_version_comes_before_the_engine_is_up_and_nothing_torn_is_used_
     mesh.engine.process.send_signal(signal.SIGKILL)
     mesh.engine.process.wait(60.0)
     assert "came ahead" not in mesh.engine.tail()
-    (torn,) = spooled(mesh)
     mesh.kind = replace(mesh.kind, broadcast={})
     mesh.begin_engine()
     await until(lambda: "came ahead" in mesh.engine.tail(), 120.0)
     assert "serving" not in mesh.engine.tail()
-    assert torn not in spooled(mesh)
+    assert len(spooled(mesh)) == 1
     lost = list((mesh.folder / "weight_hub" / "artifacts").rglob("payload"))
     for payload in lost:  # the engine needs no more of them
         os.truncate(payload, 0)

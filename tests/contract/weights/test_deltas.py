@@ -168,7 +168,7 @@ async def test_a_version_that_was_given_up_is_not_in_the_way_of_the_next_one(
 ) -> None:
     publisher, client = mesh.publisher(transport, anchor_every=64), mesh.client()
     engine = make_engine()
-    agent = mesh.start_agent("e", engine, spool_dir=tmp_path / "spool" if engine.stages_from_files else None)
+    agent = mesh.start_agent("e", engine, spool_dir=tmp_path if engine.stages_from_files else None)
     states = [first]
     for seed in range(4):
         states.append(stepped(states[-1], seed))

@@ -36,6 +36,7 @@ from meshrl.wire.frames import parse_fetch
 from meshrl.wire.types import Chunk, Manifest, Transport
 from polling import until
 from state_publisher import StatePublisher
+from unnamed_files import unnamed_files
 from weight_mesh import MemoryEngine, Mesh, make_state
 
 State = Mapping[str, torch.Tensor]
@@ -107,12 +108,14 @@ async def test_an_engine_of_other_processes_gets_them_into_its_file(
     mesh: Mesh, engine: MemoryEngine, over_grpc: list[Chunk], tmp_path: Path
 ) -> None:
     engine.stages_from_files = True
-    mesh.start_agent("e0", engine, spool_dir=tmp_path / "spool")
-    await mesh.publisher(Transport.STREAM).publish(0, make_state(1))
-    await mesh.activate(0)
-    assert engine.holds(make_state(1))
+    mesh.start_agent("e0", engine, spool_dir=tmp_path)
+    for version in range(4):
+        await mesh.publisher(Transport.STREAM).publish(version, make_state(version + 1))
+        await mesh.activate(version)
+        assert engine.holds(make_state(version + 1))
+        kept = 1 if version > 0 else 0
+        await until(lambda kept=kept: len(unnamed_files(tmp_path)) == kept)
     assert over_grpc == []
-    await until(lambda: not list((tmp_path / "spool").rglob("*.safetensors")))
 
 
 async def test_a_relay_gets_raw_bytes_from_its_hub_and_serves_messages(

@@ -86,7 +86,7 @@ async def test_the_event_loop_goes_on_while_chunks_are_hashed(streamed: Streamed
 async def test_a_version_that_was_streamed_is_a_file_that_the_engine_s_processes_read(
     streamed: Streamed, tmp_path: Path
 ) -> None:
-    held = await streamed.fetch(VersionFetcher(streamed.downloader(), spool=Spool(tmp_path, "engine")))
+    held = await streamed.fetch(VersionFetcher(streamed.downloader(), spool=Spool(tmp_path)))
     found = load_file(held.files[0])
     assert found.keys() == STATE.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in STATE.items())

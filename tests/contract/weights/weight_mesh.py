@@ -229,7 +229,7 @@ class Mesh:
         agent = WeightAgent(
             self.client(),
             engine,
-            Membership(engine_id=engine_id, broadcast=WeightBroadcastConfig(stall_s=stall_s), output_dir=self.folder),
+            Membership(engine_id=engine_id, broadcast=WeightBroadcastConfig(stall_s=stall_s)),
             "127.0.0.1:8000",
             spool_dir=spool_dir,
             ahead=ahead,

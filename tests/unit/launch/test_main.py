@@ -10,7 +10,7 @@ import pytest
 
 from meshrl.core.config import load_config
 from meshrl.core.paths import Layout
-from meshrl.core.private_folders import SHM, spool_name, versions_folder
+from meshrl.core.private_folders import versions_folder
 from meshrl.launch.compose import Part
 from meshrl.launch.config import RLConfig
 from meshrl.launch.main import (
@@ -164,13 +164,9 @@ def test_the_log_says_who_works_where(tmp_path: Path) -> None:
 
 
 def test_what_killed_programs_leave_outside_of_the_folder_is_known(tmp_path: Path) -> None:
-    engine = ("--inference.engine-id", "e/1", "--num-engines", "2")
-    folders = temporary_folders(parts_of(tmp_path, *engine))
-    in_memory = {folder for folder in folders if folder.parent == SHM}
-    assert in_memory == {versions_folder(tmp_path), *(SHM / spool_name(tmp_path, name) for name in ("e/1-1", "e/1-2"))}
+    assert temporary_folders(parts_of(tmp_path, "--num-engines", "2")) == [versions_folder(tmp_path)]
     running = ("--orchestrator.services.trainer", "h:1", "--orchestrator.services.weights", "h:2")
-    others = temporary_folders(parts_of(tmp_path, *running, "--inference.server.port", "8001"))
-    assert [folder.name for folder in others] == [spool_name(tmp_path, "127.0.0.1:8001")] * 2
+    assert temporary_folders(parts_of(tmp_path, *running)) == []
 
 
 def test_a_trainer_goes_on_from_what_this_run_has_written_whatever_the_clock_is(tmp_path: Path) -> None:

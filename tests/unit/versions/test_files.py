@@ -16,6 +16,7 @@ from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import build_manifest, entries_of, plan_tensors
 from meshrl.wire.types import FileEntry, Manifest, Transport
 from small_disk import fill, mounted
+from unnamed_files import unnamed_files
 
 
 def weights() -> dict[str, torch.Tensor]:
@@ -93,40 +94,65 @@ def test_short_and_missing_files_are_errors(tmp_path: Path) -> None:
 
 def test_spooled_version_is_a_safetensors_file_until_it_is_released(tmp_path: Path) -> None:
     manifest, stream = packed(weights())
-    held = Spool(tmp_path, "spool").room_for(manifest)
+    held = Spool(tmp_path).room_for(manifest)
     held.parts[0][1][:] = np.frombuffer(stream, np.uint8)
     assert held.wrong_tensor(manifest, threading.Event()) is None
     (file,) = held.files
-    assert (file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    assert file.stat().st_mode & 0o777 == 0o600
     stored = load_file(file)
     assert all(torch.equal(stored[name], tensor) for name, tensor in weights().items())
     kept = held.tensors(manifest)
+    assert list(tmp_path.iterdir()) == []  # it has no name, so that nothing is left of a process that was killed
     held.release()
     held.release()
-    assert list(tmp_path.iterdir()) == []
+    assert not file.exists()
     assert torch.equal(kept["a"], weights()["a"])
 
 
-def test_next_start_of_an_engine_deletes_what_it_left_and_nobody_elses(tmp_path: Path) -> None:
-    manifest, _ = packed(weights())
-    left = Spool(tmp_path, "e0").room_for(manifest)
-    others = Spool(tmp_path, "e1").room_for(manifest)
-    Spool(tmp_path, "e0")
-    assert not left.files[0].exists()
-    assert others.files[0].exists()
+def is_open(room: HostBytes) -> bool:
+    assert room.own is not None
+    return not room.own.closed
+
+
+def test_room_is_kept_from_version_to_version_while_those_in_full_of_one_shape_follow_each_other(
+    tmp_path: Path,
+) -> None:
+    spool, (manifest, _), (other, _) = Spool(tmp_path), packed(weights()), packed({"b": torch.ones(3)})
+
+    def staged(version: Manifest) -> HostBytes:
+        room = spool.room_for(version, for_writes=True)
+        assert is_open(room)
+        spool.keep(room)
+        return room
+
+    first = staged(manifest)
+    assert not is_open(first)  # a delta may be next, and the memory is the host's
+    second = staged(manifest)
+    assert staged(manifest) is second
+    assert staged(manifest) is second
+    assert staged(other) is not second
+    assert not is_open(second)
+    third = staged(other)
+    assert is_open(third)
+    delta = spool.write(4, np.ones(10, np.uint8))
+    assert not is_open(third)
+    delta.release()
+    assert not is_open(staged(other))
 
 
 def test_no_room_is_an_error_before_anything_is_written(tmp_path: Path) -> None:
     manifest, _ = packed(weights())
     with mounted(tmp_path / "disk") as disk:
-        spool = Spool(disk, "e0")
+        spool = Spool(disk)
         filler = fill(disk)
         with pytest.raises(MeshError, match="No space left on device; free some space there") as caught:
             spool.room_for(manifest)
         assert caught.value.reason is Reason.OVERLOADED
         filler.unlink()
-        assert list(disk.rglob("*.safetensors")) == []
-        assert spool.room_for(manifest).files[0].exists()
+        assert unnamed_files(disk) == set()
+        room = spool.room_for(manifest)
+        assert room.files[0].exists()
+        room.release()
 
 
 def test_publishers_own_safetensors_file_is_read_as_it_is(tmp_path: Path) -> None:

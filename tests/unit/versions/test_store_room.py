@@ -128,9 +128,9 @@ def test_a_version_that_an_earlier_release_kept_in_one_file_is_read_from_it(
 
 
 def test_an_engine_whose_shared_memory_fills_up_refuses_a_version_and_goes_on_once_there_is_room(disk: Path) -> None:
-    spool = Spool(disk, "engine")
+    spool = Spool(disk)
     room = spool.room_for(made(), for_writes=True)
-    held = VersionBytes(made(), file=room.own, memory=room.parts[0][1])
+    held = VersionBytes(made(), file=room.files[0], memory=room.parts[0][1])
     filler = fill(disk)
     with pytest.raises(MeshError, match="this host has no room for version 3") as caught:
         held.write(chunk(0))

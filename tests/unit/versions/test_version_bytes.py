@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import google_crc32c
@@ -50,17 +51,20 @@ def in_several_files(folder: Path) -> VersionBytes:
     return held
 
 
-def in_mapped_file(folder: Path) -> VersionBytes:
-    room = Spool(folder, "spool").room_for(made(), for_writes=True)
-    assert room.own is not None
-    assert os.stat(room.own).st_blocks * 512 <= CHUNK + 4096  # nothing but its header was written
-    return VersionBytes(made(), file=room.own, memory=room.parts[0][1])
+@contextmanager
+def in_mapped_file(folder: Path) -> Iterator[VersionBytes]:
+    room = Spool(folder).room_for(made(), for_writes=True)
+    (file,) = room.files
+    assert os.stat(file).st_blocks * 512 <= CHUNK + 4096  # nothing but its header was written
+    yield VersionBytes(made(), file=file, memory=room.parts[0][1])
+    room.release()
 
 
 @pytest.fixture(params=[in_memory, in_file, in_several_files, in_mapped_file])
-def held(request: pytest.FixtureRequest, tmp_path: Path) -> VersionBytes:
-    make: Callable[[Path], VersionBytes] = request.param
-    return make(tmp_path)
+def held(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[VersionBytes]:
+    made_so = request.param(tmp_path)
+    with nullcontext(made_so) if isinstance(made_so, VersionBytes) else made_so as held:
+        yield held
 
 
 def test_bytes_come_in_any_order_and_a_chunk_is_here_once_all_of_it_is(held: VersionBytes) -> None:

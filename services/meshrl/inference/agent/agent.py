@@ -23,7 +23,6 @@ from meshrl.client import WeightSyncClient
 from meshrl.client.backoff import AWAY_S, Backoff
 from meshrl.core.config.shared import WeightBroadcastConfig
 from meshrl.core.credentials.https import scheme
-from meshrl.core.private_folders import spool_name
 from meshrl.core.telemetry.tracing import SYNC_APPLY_SPAN
 from meshrl.core.telemetry.waits import Waits
 from meshrl.core.waiting import StoppedError, next_within, set_within, unless_stopped
@@ -104,7 +103,6 @@ class Membership:
     engine_id: str = ""
     engine_pool: str = ""
     broadcast: WeightBroadcastConfig | None = None
-    output_dir: Path = Path("outputs")
 
 
 class WeightAgent:
@@ -136,8 +134,7 @@ class WeightAgent:
         self.waits = waits or Waits()
         self._ahead, self._spool = ahead, None
         if engine.stages_from_files:
-            name = spool_name(membership.output_dir, self._engine_id)
-            self._spool = Spool(spool_dir, name) if ahead is None else ahead.spool
+            self._spool = Spool(spool_dir) if ahead is None else ahead.spool
         broadcast = membership.broadcast or WeightBroadcastConfig()
         self._max_probe_error = broadcast.max_probe_error
         self.downloader = Downloader(client, LinkLimits.of(broadcast), broadcast.relays)
@@ -201,6 +198,8 @@ class WeightAgent:
         await self._resume()
         for work in self._lines.values():
             work.loader.drop_image()
+        if self._spool is not None:
+            self._spool.drop_room()
         await self._close_ahead()
         await self.downloader.close()
 

@@ -30,11 +30,11 @@ CLOSE_S = 5.0
 class VersionAhead:
     """One version at a time comes, that of the newest decision. `begin` once, and `close` in the end."""
 
-    def __init__(self, broadcast: WeightBroadcastConfig, spool: Spool) -> None:
-        self.spool = spool
+    def __init__(self, broadcast: WeightBroadcastConfig) -> None:
+        self.spool = Spool()
         self._hub = WeightSyncClient(broadcast.address)
         self._downloader = Downloader(self._hub, LinkLimits.of(broadcast), broadcast.relays)
-        self._fetcher = VersionFetcher(self._downloader, spool=spool)
+        self._fetcher = VersionFetcher(self._downloader, spool=self.spool)
         self._artifact_id = ""
         self._coming: asyncio.Task[HostBytes] | None = None
         self._following: asyncio.Task[None] | None = None

@@ -215,8 +215,10 @@ class VersionLoader:
             held = await self.fetcher.fetch(manifest, artifact_id)
         try:
             await self._stage(manifest, held)
-        finally:
+        except BaseException:  # the engine may still read it
             self.fetcher.release(held)
+            raise
+        self.fetcher.release(held, staged=True)
 
     async def _stage(self, manifest: Manifest, held: HostBytes) -> None:
         with self.times.part("staged"):
@@ -276,11 +278,17 @@ class VersionFetcher:
             return held
         return mapped or await self._streamed(manifest, artifact_id)
 
-    def release(self, held: HostBytes) -> None:
-        """On a thread, once the caller has let go of it: freeing gigabytes takes a second."""
+    def release(self, held: HostBytes, *, staged: bool = False) -> None:
+        """On a thread, once the caller has let go of it: freeing gigabytes takes a second. The room of a version that
+        is `staged` may serve the next one."""
+        spool = self._spool if staged and held.own is not None else None
 
         def free() -> None:
-            self._leaving.pop().release()
+            left = self._leaving.pop()
+            if spool is None:
+                left.release()
+            else:
+                spool.keep(left)
 
         self._leaving.append(held)
         self._freed = asyncio.create_task(asyncio.to_thread(free))
@@ -348,7 +356,7 @@ class VersionFetcher:
             return came
         held = await self._room(manifest, for_writes=True)
         try:
-            coming = VersionBytes(manifest, file=held.own, memory=held.parts[0][1])
+            coming = VersionBytes(manifest, file=next(iter(held.files), None), memory=held.parts[0][1])
             self._awaited += manifest.payload_bytes
             await self._downloader.pull(coming, artifact_id, self._arrive)  # which checks each chunk
         except BaseException:  # abandoned fetches leave no file either
