@@ -92,7 +92,7 @@ async def test_adapter_that_is_not_computed_with_is_refused_and_the_next_is_serv
     await lora_mesh.seal(weights, adapter=adapter, probe=probe_of(adapted_model(lora_mesh.base_seed, 6)))
     async with WeightSyncClient(lora_mesh.hub_address) as hub:
         with pytest.raises(MeshError, match="the engine does not compute with them"):
-            await hub.activate_version(run_id="run", version=lora_mesh.version, prepare_deadline_s=5.0)
+            await hub.activate_version(run_id="run", version=lora_mesh.version, prepare_deadline_s=10.0)
     body = {"model": "run", "token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 1}}
     assert (await lora_client.post("/inference/v1/generate", body)).status == 503
     await publish(lora_mesh, 6)

@@ -49,6 +49,13 @@ async def activate(mesh: EngineMesh, hub: WeightSyncClient, prepare_deadline_s: 
     return await hub.activate_version(run_id="run", version=mesh.version, prepare_deadline_s=prepare_deadline_s)
 
 
+async def activate_refused(mesh: EngineMesh, hub: WeightSyncClient) -> None:
+    """Raises what the hub answers once the engine has refused the newest version."""
+    about = f"version {mesh.version}"
+    await until(hub, lambda engine: engine.last_fault is not None and about in engine.last_fault.message)
+    await activate(mesh, hub, prepare_deadline_s=1.0)  # until then a trainer could send it again
+
+
 async def check_served(mesh: EngineMesh, client: EngineClient, version: int) -> None:
     choice = await client.greedy(PROMPT)
     assert choice["version_spans"] == [[0, 40, version]]
@@ -100,7 +107,7 @@ async def test_after_a_delta_by_broadcast_the_engine_is_the_plain_model_of_the_n
         await seal(mesh, hub, of_another)
         await senders.send(of_another)
         with pytest.raises(MeshError, match="is refused: it is for other weights than those served"):
-            await activate(mesh, hub, prepare_deadline_s=3.0)
+            await activate_refused(mesh, hub)
         await check_served(mesh, client, mesh.version - 1)
     await mesh.publish(mesh.other_seed())
     await check_served(mesh, client, mesh.version)
@@ -114,7 +121,7 @@ async def test_damaged_broadcast_is_refused_and_the_old_weights_stay(mesh: Engin
         await seal(mesh, hub, parcel)
         await senders.send(flipped(parcel))
         with pytest.raises(MeshError, match="DIGEST_MISMATCH") as refused:
-            await activate(mesh, hub, prepare_deadline_s=3.0)  # until then a trainer could have sent it again
+            await activate_refused(mesh, hub)
         assert refused.value.reason is Reason.ENGINES_NOT_READY
         await check_served(mesh, client, before)
     await mesh.publish(mesh.other_seed())
