@@ -21,9 +21,9 @@ from meshrl.trainer.build import build_parts
 from meshrl.trainer.config import TrainerConfig
 from meshrl.trainer.program import serve
 from meshrl.training.config import CheckpointConfig, SchedulerConfig
-from meshrl.training.model_config import TrainerModelConfig
+from meshrl.training.model_config import LoraConfig, TrainerModelConfig
 from meshrl.wire.errors import MeshError
-from meshrl.wire.types import StepState, Transport
+from meshrl.wire.types import RunPhase, StepState, Transport
 from ranked_trainer import batch
 from small_disk import fill, mounted
 from state_publisher import StatePublisher
@@ -63,6 +63,18 @@ async def wait_for_version(hub: str, version: int) -> bytes:
                 return await manifest_root(hub, version)
             except MeshError:  # not there yet
                 await asyncio.sleep(0.05)
+
+
+async def test_a_trainer_that_waits_for_its_hub_says_which_runs_it_takes(tmp_path: Path, model: str) -> None:
+    plain = configure(tmp_path, model, f"127.0.0.1:{free_port()}")
+    lora = plain.model.model_copy(update={"lora": LoraConfig(rank=8)})
+    async with trainer(plain.model_copy(update={"model": lora, "max_concurrent_runs": 2})) as (client, running, _):
+        info = await client.get_trainer()
+        assert not running.done()
+        assert [run.phase for run in info.runs] == [RunPhase.CREATING]
+        assert (info.max_runs, info.max_adapter_rank) == (3, 1024)
+        assert info.default_adapter is not None
+        assert info.default_adapter.rank == 8
 
 
 async def test_program_publishes_trains_drains_and_resumes(
