@@ -132,7 +132,7 @@ def test_an_engine_whose_shared_memory_fills_up_refuses_a_version_and_goes_on_on
     room = spool.room_for(made(), for_writes=True)
     held = VersionBytes(made(), file=room.files[0], memory=room.parts[0][1])
     filler = fill(disk)
-    with pytest.raises(MeshError, match="this host has no room for version 3") as caught:
+    with pytest.raises(MeshError, match=f"this host has no room for version 3 in {disk}:") as caught:
         held.write(chunk(0))
     assert (caught.value.reason, held.missing) == (Reason.OVERLOADED, {0, 1})
     with pytest.raises(MeshError, match="this host has no room for version 3"):  # and no page that kills the process
