@@ -478,8 +478,12 @@ class BroadcastTransport:
         return sorted(
             name
             for name, engine in (await self._capable()).items()
-            if engine.state in (AgentState.JOINING, AgentState.READY, AgentState.POISONED)
-            and (engine.serving_version != version or name not in self._took)
+            if (
+                engine.state in (AgentState.JOINING, AgentState.READY, AgentState.POISONED)
+                and (engine.serving_version != version or name not in self._took)
+            )
+            # Busy with an older version while the group met, it has that one prepared now.
+            or (engine.state is AgentState.PREPARED and name not in self._took)
         )
 
     async def _copy(self, manifest: Manifest) -> None:
