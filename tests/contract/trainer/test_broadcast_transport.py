@@ -24,7 +24,7 @@ from meshrl.versions.transports.base import Answer
 from meshrl.versions.transports.broadcast import MeetEngines, SendVersion
 from meshrl.versions.uploads import Peers, Uploader
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.types import JoinGroup, Manifest, Transport, capabilities
+from meshrl.wire.types import AgentState, JoinGroup, Manifest, Transport, capabilities
 from sender_ranks import TwoRanks
 from served_engine import activate, serving_engine
 
@@ -32,6 +32,12 @@ from served_engine import activate, serving_engine
 async def groups(hub: str) -> dict[str, int | None]:
     async with WeightSyncClient(hub) as client:
         return {engine.engine_id: engine.group_generation for engine in await client.list_engines()}
+
+
+async def is_prepared(hub: str, engine_id: str) -> bool:
+    async with WeightSyncClient(hub) as client:
+        states = {engine.engine_id: engine.state for engine in await client.list_engines()}
+    return states.get(engine_id) is AgentState.PREPARED
 
 
 class Frozen(EmbeddedEngine):
@@ -99,6 +105,7 @@ async def test_engine_of_another_layout_is_refused_before_anything_is_sent(
             await activate(hub, 0)
         assert refused.value.metadata == {"misfit": "LAYOUT_MISMATCH"}
         async with serving_engine(model, hub, "e0") as served:
+            await polling.until(lambda: is_prepared(hub, "e0"))  # by a copy of version 0
             await training.publish(1)
             with pytest.raises(MeshError, match="LAYOUT_MISMATCH"):
                 await activate(hub, 1)  # of all, and one will never have it
