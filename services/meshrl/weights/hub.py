@@ -280,7 +280,7 @@ class Hub:
         )
         await self._actions.put(actions)
         if deleting := {self._deleting[artifact] for artifact in record.artifacts if artifact in self._deleting}:
-            await asyncio.wait(deleting)  # the publisher's next files may have the same names
+            await asyncio.wait(deleting)  # the publisher's next files may have the same names; its deadline bounds this
         return record.info()
 
     async def open_group(self, request: BroadcastRequest) -> OpenedGroup:

@@ -106,6 +106,7 @@ async def test_engine_of_another_layout_is_refused_before_anything_is_sent(
         assert refused.value.metadata == {"misfit": "LAYOUT_MISMATCH"}
         async with serving_engine(model, hub, "e0") as served:
             await polling.until(lambda: is_prepared(hub, "e0"))  # by a copy of version 0
+            assert await training.transport._lacking(1) == ["e0"]  # as if a group had met without it meanwhile
             await training.publish(1)
             with pytest.raises(MeshError, match="LAYOUT_MISMATCH"):
                 await activate(hub, 1)  # of all, and one will never have it
