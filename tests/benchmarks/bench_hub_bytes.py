@@ -2,7 +2,8 @@
 
 Usage: bench_hub_bytes.py [--gb GB] [--rounds N] [--folder FOLDER]
 Each round sends a version in messages of gRPC and another one as raw bytes. The receiver follows the upload and checks
-what it gets, into a file in shared memory, as an engine of other processes does.
+what it gets, into a file in shared memory, as an engine of other processes does. The hub keeps two versions, so the
+first two rounds make its files and the others write over them.
 """
 
 from __future__ import annotations
@@ -77,6 +78,11 @@ async def receive(address: str, manifest: Manifest) -> float:
             held.release()
 
 
+async def abort(address: str, version: int) -> None:
+    async with WeightSyncClient(address) as client:
+        await client.abort_version(run_id="run", epoch=1, version=version, message="it was measured")
+
+
 async def is_arriving(client: WeightSyncClient, artifact: str) -> bool:
     with suppress(MeshError):
         await client.find_version(artifact_id=artifact)
@@ -130,6 +136,9 @@ def main() -> None:
                     seconds = measured(f"127.0.0.1:{port}", WAYS[way], version, num_bytes)
                     for end, took_s in seconds.items():
                         rates[way][end].append(args.gb / took_s)
+                    print(f"version {version} by {way}: {seconds['up']:.2f} s up, {seconds['down']:.2f} s down")
+                    if version:
+                        asyncio.run(abort(f"127.0.0.1:{port}", version - 1))
             finally:
                 hub.terminate()
     rows = [(way, *(f"{statistics.median(found):.2f}" for found in ends.values())) for way, ends in rates.items()]

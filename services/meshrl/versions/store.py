@@ -5,6 +5,9 @@ who may still fetch: its spool, and a publisher's files if the manifest of the s
 that may fetch a delta can fetch its whole chain, so a retired version stays until no delta leads on from it; its folder
 has the file `retired`.
 
+`<spool>/room/` has the files of a large version that is gone, while versions of the same layout follow each other: the
+next one is written over them, which is several times as fast as to make and to free files.
+
 Blocking. Safe for threads as long as no artifact is deleted while it is used.
 """
 
@@ -23,7 +26,7 @@ from loguru import logger
 from meshrl.core.durable import write_file
 from meshrl.versions.deltas import chains
 from meshrl.versions.deltas.chains import JOINED, MANIFEST
-from meshrl.versions.version_bytes import VersionBytes, room_for
+from meshrl.versions.version_bytes import VersionBytes, payload_files, room_for
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import artifact_id as artifact_id_of
 from meshrl.wire.manifest_file import from_json, manifest_path, open_regular, to_json
@@ -31,6 +34,7 @@ from meshrl.wire.saved_steps import step_of
 from meshrl.wire.types import Chunk, Manifest, Transport, VersionKind
 
 RETIRED = "retired"
+ROOM = "room"
 SPARE_BYTES = 2**20  # never used by versions: the log needs room to say what becomes of them
 
 Chain = Mapping[str, VersionBytes]
@@ -42,7 +46,8 @@ class VersionStore:
 
     def __init__(self, spool_dir: Path, *, keeps_chains: bool = True) -> None:
         """`keeps_chains`: what deltas lead on from stays, as at a hub."""
-        self._spool_dir, self._keeps_chains = spool_dir, keeps_chains
+        self._spool_dir, self._room, self._keeps_chains = spool_dir, spool_dir / ROOM, keeps_chains
+        self._newest: list[int] = []  # lengths of the files of the version that was opened last
         self.artifacts: dict[str, VersionBytes] = {}
         # Parts of the chains of deltas: retired versions, and merged deltas, by artifact.
         self._parts: dict[str, VersionBytes] = {}
@@ -54,6 +59,7 @@ class VersionStore:
     def prepare(self, live: Collection[str]) -> None:
         """Loads `live` artifacts from the spool, and what they lead on from, and deletes the rest."""
         self._spool_dir.mkdir(parents=True, exist_ok=True)
+        self.drop_room()
         for folder in [folder for folder in self._spool_dir.iterdir() if folder.is_dir()]:
             try:
                 manifest = from_json((folder / MANIFEST).read_bytes())
@@ -105,13 +111,46 @@ class VersionStore:
             with self._changing:
                 self._chains[artifact_id] = {**self._base_of(manifest), artifact_id: chains.stored(manifest, folder)}
         with room_for(manifest, self._spool_dir):
+            taken = self._take_room(manifest, folder)
             folder.mkdir(parents=True, exist_ok=True)
             (folder / RETIRED).unlink(missing_ok=True)
             write_file(folder / MANIFEST, to_json(manifest))
+            if taken:
+                self.artifacts[artifact_id] = VersionBytes(manifest, folder=folder)
+                return
             streamed = manifest.transport is Transport.STREAM
             if streamed and shutil.disk_usage(folder).free < manifest.payload_bytes + SPARE_BYTES:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self.artifacts[artifact_id] = self._load(manifest, folder)
+
+    def _take_room(self, manifest: Manifest, folder: Path) -> bool:
+        """Makes the files of a version that is gone those of a new one; deletes them where they do not fit."""
+        with self._changing:
+            self._newest = []
+            if manifest.transport is Transport.STREAM:
+                self._newest = [file.num_bytes for file in payload_files(manifest, self._room)]
+            if not self._room.exists():
+                return False
+            found = [path.stat().st_size for path in sorted(self._room.iterdir())]
+            if found == self._newest and not folder.exists():
+                self._room.rename(folder)
+                return True
+        self.drop_room()
+        return False
+
+    def _keep_room(self, held: VersionBytes) -> None:
+        """Keeps the files of a version that is deleted, if the newest one is like it and there are none yet."""
+        in_parts = held.manifest.transport is Transport.STREAM and len(held.files) > 1
+        if held.missing or not in_parts:  # a thread may still write what is missing
+            return
+        with self._changing, suppress(OSError):  # then they are deleted
+            if [file.num_bytes for file in held.files] == self._newest:
+                self._room.mkdir()
+                for file in held.files:
+                    os.rename(file.path, self._room / Path(file.path).name)
+
+    def drop_room(self) -> None:
+        shutil.rmtree(self._room, ignore_errors=True)
 
     def check_base(self, artifact_id: str, manifest: Manifest) -> None:
         """Raises UNKNOWN_VERSION for a delta whose base is not here, not whole or has changed."""
@@ -178,8 +217,12 @@ class VersionStore:
             with suppress(OSError):  # a full disk: then a later start checks its bytes
                 (self._spool_dir / artifact_id / RETIRED).touch()
         else:
+            if held is not None and self.artifacts:
+                self._keep_room(held)
             self._remove(artifact_id, paths)
         self._delete_unneeded()
+        if not self.artifacts:
+            self.drop_room()
 
     def _delete_unneeded(self) -> None:
         with self._changing:

@@ -160,6 +160,7 @@ class Hub:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, *self._deleting.values(), return_exceptions=True)
+        await asyncio.to_thread(self._store.drop_room)
         await self._log.close()
 
     def _ended(self, task: asyncio.Task[None]) -> None:

@@ -61,6 +61,7 @@ class Relay:
         if self._pulls:
             await asyncio.wait(self._pulls.values(), timeout=STOP_S)
         await self._downloader.close()
+        await asyncio.to_thread(self._store.drop_room)
 
     async def fetch(
         self, artifact_id: str, ranges: Sequence[tuple[int, int]], chunk_bytes: int

@@ -28,17 +28,39 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         yield folder
 
 
-def made() -> Manifest:
-    plans = plan_tensors([("w", "uint8", (len(DATA),))])
-    tensors, chunks = entries_of(memoryview(DATA), plans, CHUNK_BYTES)
+def made(version: int = 3, content: bytes = DATA) -> Manifest:
+    plans = plan_tensors([("w", "uint8", (len(content),))])
+    tensors, chunks = entries_of(memoryview(content), plans, CHUNK_BYTES)
     return build_manifest(
-        run_id="r", epoch=1, version=3, transport=Transport.STREAM, tensors=tensors, chunks=chunks
+        run_id="r", epoch=1, version=version, transport=Transport.STREAM, tensors=tensors, chunks=chunks
     )  # fmt: skip
 
 
-def chunk(offset: int) -> Chunk:
-    data = DATA[offset : offset + CHUNK_BYTES]
+def chunk(offset: int, content: bytes = DATA) -> Chunk:
+    data = content[offset : offset + CHUNK_BYTES]
     return Chunk(offset=offset, data=data, crc32c=google_crc32c.value(data))
+
+
+def opened(store: VersionStore, version: int, content: bytes) -> str:
+    manifest = made(version, content)
+    artifact = artifact_id(manifest)
+    store.open(artifact, manifest)
+    return artifact
+
+
+def filled(store: VersionStore, version: int, content: bytes = DATA) -> str:
+    artifact = opened(store, version, content)
+    for offset in range(0, len(content), CHUNK_BYTES):
+        store.held(artifact).write(chunk(offset, content))
+    return artifact
+
+
+def read(store: VersionStore, artifact: str) -> bytes:
+    return b"".join(bytes(piece.data) for piece in store.read(artifact, 0, 2**30, CHUNK_BYTES))
+
+
+def inodes(folder: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_ino for path in folder.glob("payload-*")}
 
 
 def test_a_chunk_that_was_written_in_part_has_not_arrived(disk: Path) -> None:
@@ -109,6 +131,68 @@ def test_a_version_in_several_files_goes_on_from_those_that_a_killed_hub_had(
     assert b"".join(bytes(piece.data) for piece in store.read(artifact, 0, len(DATA), CHUNK_BYTES)) == DATA
     store.delete(artifact, ())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_version_is_written_over_the_files_of_one_that_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(version_bytes, "PART_BYTES", CHUNK_BYTES)
+    store, other = VersionStore(tmp_path), DATA[::-1]
+    first, second = filled(store, 1), filled(store, 2)
+    files = inodes(tmp_path / first)
+    assert len(files) == 2
+    store.delete(first, ())
+    assert {path.name for path in tmp_path.iterdir()} == {second, "room"}
+    third = opened(store, 3, other)
+    assert inodes(tmp_path / third) == files
+    assert store.held(third).missing_offsets() == (0, CHUNK_BYTES)
+    store.held(third).write(chunk(CHUNK_BYTES, other))
+
+    killed = VersionStore(tmp_path)  # before it had the rest, of which the file has an earlier version's
+    killed.prepare({second, third})
+    assert killed.held(third).missing_offsets() == (0,)
+    killed.held(third).write(chunk(0, other))
+    assert (read(killed, third), read(killed, second)) == (other, DATA)
+
+    killed.delete(second, ())
+    killed.delete(third, ())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_that_no_version_can_be_written_over_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(version_bytes, "PART_BYTES", CHUNK_BYTES)
+    store = VersionStore(tmp_path)
+    first, aborted = filled(store, 1), opened(store, 2, DATA)
+    store.delete(aborted, ())  # a thread may still write to it
+    assert {path.name for path in tmp_path.iterdir()} == {first}
+
+    second = filled(store, 2)
+    store.delete(first, ())
+    assert (tmp_path / "room").exists()
+    longer = filled(store, 3, DATA + DATA[:CHUNK_BYTES])
+    assert {path.name for path in tmp_path.iterdir()} == {second, longer}
+    store.delete(second, ())  # its like does not follow any more
+    assert {path.name for path in tmp_path.iterdir()} == {longer}
+
+    fourth = filled(store, 4, DATA + DATA[:CHUNK_BYTES])
+    store.delete(longer, ())
+    assert (tmp_path / "room").exists()
+    VersionStore(tmp_path).prepare({fourth})
+    assert {path.name for path in tmp_path.iterdir()} == {fourth}
+
+
+def test_room_of_another_layout_is_freed_before_a_version_is_refused(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(version_bytes, "PART_BYTES", CHUNK_BYTES)
+    store = VersionStore(disk)
+    first, _ = filled(store, 1), filled(store, 2)
+    store.delete(first, ())
+    filler = fill(disk)
+    with filler.open("r+b") as file:
+        file.truncate(filler.stat().st_size - 2**20 - 2 * CHUNK_BYTES)
+    third = filled(store, 3, DATA + DATA[:CHUNK_BYTES])
+    assert read(store, third) == DATA + DATA[:CHUNK_BYTES]
 
 
 def test_a_version_that_an_earlier_release_kept_in_one_file_is_read_from_it(
