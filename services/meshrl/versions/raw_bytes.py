@@ -54,12 +54,13 @@ async def fetch(hub: str, port: int, held: VersionBytes, artifact_id: str, on_by
         answer = connection.getresponse()
         if answer.status != HTTPStatus.PARTIAL_CONTENT:
             raise HTTPException(f"{answer.status} {answer.reason}")
-        data = held.room(first, end)
-        receive(connection.sock, answer, data.data)
-        answer.close()
-        for entry in run:
-            held.take(entry, data[entry.offset - first : entry.offset - first + entry.length])
+        room = held.room(first, end)
+        for entry in run:  # one is checked while it is in the processor's cache
+            data = room[entry.offset - first :][: entry.length]
+            receive(connection.sock, answer, data.data)
+            held.take(entry, data)
             loop.call_soon_threadsafe(count, entry.length)
+        answer.close()
 
     await _over_connections(hub, port, missing, bring, f"the bytes of version {held.manifest.version} come")
     return came
