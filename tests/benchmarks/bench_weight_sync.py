@@ -190,6 +190,7 @@ async def lead(args: argparse.Namespace, parts: Any) -> list[dict[str, float]]:
                     }
                 )
             await loop.run_in_executor(thread, settle)
+            await asyncio.sleep(args.interval)
         commands.send(StopCommand())
         await publication.close()
     return records
@@ -265,7 +266,7 @@ class Mesh:
                 sys.executable, __file__, "--rank", "--shape", str(self.shape), "--transport", transport, "--hub",
                 self.hub, "--epoch", str(epoch), "--steps", str(steps), "--bucket-mib", str(args.bucket_mib),
                 "--policy", args.policy, "--output-dir", str(self.folder), "--deltas", deltas, "--changed",
-                str(args.changed),
+                str(args.changed), "--interval", str(args.interval),
             ]  # fmt: skip
             out = subprocess.PIPE if rank == 0 else (self.folder / f"rank{rank}-{transport}.out").open("wb")
             errors = (self.folder / f"rank{rank}-{transport}.err").open("wb")
@@ -349,6 +350,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1, help="ranks of a trainer on the CPU")
     parser.add_argument("--steps", type=int, default=4, help="versions measured")
     parser.add_argument("--stream-steps", type=int, default=2, help="the same for the stream, which is slow")
+    parser.add_argument("--interval", type=float, default=0.0, help="seconds between two versions")
     parser.add_argument("--load", type=int, default=64, help="requests in flight at the engine")
     parser.add_argument("--bucket-mib", type=int, default=256)
     parser.add_argument("--policy", default="rolling")
