@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from meshrl.core.clock import Clock
 from meshrl.orchestrator.config import DeadlinesConfig
 from meshrl.orchestrator.peers.version_relay import VersionRelay
 from meshrl.sampling.retry import RunError
+from meshrl.versions import version_bytes
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import artifact_id, build_manifest
 from meshrl.wire.types import (
@@ -200,6 +202,41 @@ async def test_restarted_hub_replays_its_log_and_goes_forward(
     await publisher.publish(2, make_state(3))
     await mesh.activate(2)
     assert engine.holds(make_state(3))
+
+
+async def test_a_hub_killed_while_a_version_is_written_over_an_earlier_one_goes_on_with_the_rest(
+    mesh: Mesh, engine: MemoryEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(version_bytes, "PART_BYTES", 3 * 4096)
+    publisher = mesh.publisher(Transport.STREAM)
+    create, room = publisher.client.create_version, mesh.folder / "weight_hub" / "artifacts" / "room"
+    cut: list[int] = []
+
+    async def some(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        for _ in range(5):
+            yield await anext(chunks)
+
+    async def killed_after_some(manifest: Manifest, chunks: Any = None, **more: Any) -> Any:
+        if chunks is None or manifest.version < 3 or cut:
+            return await create(manifest, chunks, **more)
+        cut.append(manifest.version)
+        staged = await create(manifest, some(chunks), **more)
+        assert len(staged.missing_offsets) == len(manifest.chunks) - 5
+        assert not room.exists()
+        await mesh.restart_hub()
+        assert (await create(manifest)).missing_offsets == staged.missing_offsets
+        raise MeshError(Reason.UNREACHABLE, "the hub was killed")
+
+    publisher.client.create_version = killed_after_some
+    mesh.start_agent("e0", engine)
+    for version in range(4):
+        if version == 3:
+            await mesh.until(room.exists)  # of version 0, which is deleted
+        await publisher.publish(version, make_state(version + 1))
+        await mesh.until_registered()
+        await mesh.activate(version)
+        assert engine.holds(make_state(version + 1))
+    assert cut == [3]
 
 
 async def test_a_hub_killed_in_each_state_of_a_streamed_version_goes_on_with_it(
