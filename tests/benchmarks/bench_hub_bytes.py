@@ -2,8 +2,8 @@
 
 Usage: bench_hub_bytes.py [--gb GB] [--rounds N] [--folder FOLDER]
 Each round sends a version in messages of gRPC and another one as raw bytes. The receiver follows the upload and checks
-what it gets, into a file in shared memory, as an engine of other processes does. The hub keeps two versions, so the
-first two rounds make its files and the others write over them.
+what it gets, into a file in shared memory, as an engine of other processes does. The hub has two versions at
+most: the first two make its files, and the others are written over them.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import artifact_id as artifact_id_of
 from meshrl.wire.manifest_file import from_json, manifest_path, open_regular, to_json
 from meshrl.wire.saved_steps import step_of
-from meshrl.wire.types import Chunk, Manifest, Transport, VersionKind
+from meshrl.wire.types import Chunk, FileEntry, Manifest, Transport, VersionKind
 
 RETIRED = "retired"
 ROOM = "room"
@@ -47,7 +47,6 @@ class VersionStore:
     def __init__(self, spool_dir: Path, *, keeps_chains: bool = True) -> None:
         """`keeps_chains`: what deltas lead on from stays, as at a hub."""
         self._spool_dir, self._room, self._keeps_chains = spool_dir, spool_dir / ROOM, keeps_chains
-        self._newest: list[int] = []  # lengths of the files of the version that was opened last
         self.artifacts: dict[str, VersionBytes] = {}
         # Parts of the chains of deltas: retired versions, and merged deltas, by artifact.
         self._parts: dict[str, VersionBytes] = {}
@@ -126,25 +125,23 @@ class VersionStore:
     def _take_room(self, manifest: Manifest, folder: Path) -> bool:
         """Makes the files of a version that is gone those of a new one; deletes them where they do not fit."""
         with self._changing:
-            self._newest = []
-            if manifest.transport is Transport.STREAM:
-                self._newest = [file.num_bytes for file in payload_files(manifest, self._room)]
             if not self._room.exists():
                 return False
             found = [path.stat().st_size for path in sorted(self._room.iterdir())]
-            if found == self._newest and not folder.exists():
+            streamed = manifest.transport is Transport.STREAM
+            if streamed and not folder.exists() and found == _lengths(payload_files(manifest, self._room)):
                 self._room.rename(folder)
                 return True
         self.drop_room()
         return False
 
-    def _keep_room(self, held: VersionBytes) -> None:
+    def _keep_room(self, held: VersionBytes, newest: VersionBytes) -> None:
         """Keeps the files of a version that is deleted, if the newest one is like it and there are none yet."""
         in_parts = held.manifest.transport is Transport.STREAM and len(held.files) > 1
         if held.missing or not in_parts:  # a thread may still write what is missing
             return
         with self._changing, suppress(OSError):  # then they are deleted
-            if [file.num_bytes for file in held.files] == self._newest:
+            if _lengths(held.files) == _lengths(newest.files):
                 self._room.mkdir()
                 for file in held.files:
                     os.rename(file.path, self._room / Path(file.path).name)
@@ -211,17 +208,18 @@ class VersionStore:
             held = self.artifacts.pop(artifact_id, None)
             self._chains.pop(artifact_id, None)
             stays = any(artifact_id in chain for chain in self._chains.values())
+            newest = next(reversed(self.artifacts.values()), None)
             if held is not None and stays:
                 self._parts[artifact_id] = held
         if stays:
             with suppress(OSError):  # a full disk: then a later start checks its bytes
                 (self._spool_dir / artifact_id / RETIRED).touch()
         else:
-            if held is not None and self.artifacts:
-                self._keep_room(held)
+            if held is not None and newest is not None:
+                self._keep_room(held, newest)
             self._remove(artifact_id, paths)
         self._delete_unneeded()
-        if not self.artifacts:
+        if newest is None:
             self.drop_room()
 
     def _delete_unneeded(self) -> None:
@@ -242,6 +240,10 @@ class VersionStore:
             self._parts = {name: part for name, part in self._parts.items() if not part.folder.is_relative_to(folder)}
         shutil.rmtree(folder, ignore_errors=True)
         _delete_files(artifact_id, list(map(Path, paths)))
+
+
+def _lengths(files: Sequence[FileEntry]) -> list[int]:
+    return [file.num_bytes for file in files]
 
 
 def _is_base(held: VersionBytes, delta: Manifest) -> bool:
