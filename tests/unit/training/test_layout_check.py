@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.distributed.mixin import DistributedMixin
 
 from meshrl.models.load import empty_model
 from meshrl.training.model_config import TrainerModelConfig
@@ -30,8 +31,8 @@ from tiny_families import tiny_config
         ("deepseek_v3", {}, {"ep": 2}, None),
         ("qwen3", {}, {"ep": 2}, r"divide the experts of .*: it has no experts; set model\.ep = 1"),
         ("qwen3_moe", {}, {"ep": 3}, r"it has 4 experts, no multiple of 3; set model\.ep to a divisor"),
-        ("granitemoe", {}, {"ep": 2}, r"transformers has no plan for its experts; set model\.ep = 1"),
-        ("llama4_text", {}, {"ep": 2}, r"transformers has no plan for its experts; set model\.ep = 1"),
+        ("granitemoe", {}, {"ep": 2}, r"transformers \S+ has no plan for its experts; set model\.ep = 1"),
+        ("llama4_text", {}, {"ep": 2}, r"transformers \S+ has no plan for its experts; set model\.ep = 1"),
         ("qwen3_next", {}, {"cp": 2}, r"it has layers of linear_attention, which needs all tokens .* model\.cp = 1"),
         ("mamba2", {}, {"cp": 2}, r"needs all tokens of a sample in one place; set model\.cp = 1"),
         (
@@ -71,3 +72,13 @@ def test_a_layout_is_taken_or_refused(
         return
     with pytest.raises(ValueError, match=told):
         check_layout(model, config, plan)
+
+
+def test_a_transformers_without_plans_for_experts_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before 5.19 its models have none."""
+    tiny_config("qwen3_moe").save_pretrained(tmp_path)
+    config = TrainerModelConfig(name=str(tmp_path), device="cpu", ep=2)
+    model = empty_model(config, dtype=torch.float32)
+    monkeypatch.delattr(DistributedMixin, "ep_plan")
+    with pytest.raises(ValueError, match=r"transformers \S+ has no plan for its experts; set model\.ep = 1"):
+        check_layout(model, config, ParallelPlan(dp_shard=2, ep=2))

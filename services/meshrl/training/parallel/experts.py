@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -37,8 +38,9 @@ def experts_reason(model: PreTrainedModel, ep: int) -> str | None:
     layers = expert_layers(model, model.config)
     if not layers:
         return "it has no experts; set model.ep = 1"
-    if DISPATCH not in (model.ep_plan or {}).values():  # transformers before 5.19 has none
-        return "transformers has no plan for its experts; set model.ep = 1, and FSDP shards them"
+    if DISPATCH not in getattr(model, "ep_plan", {}).values():  # transformers before 5.19 has no such plans
+        version = f"transformers {transformers.__version__}"
+        return f"{version} has no plan for its experts; set model.ep = 1, and FSDP shards them"
     if odd := [layer.count for layer in layers if layer.count % ep]:
         return f"it has {odd[0]} experts, no multiple of {ep}; set model.ep to a divisor"
     return None
