@@ -213,7 +213,8 @@ class Mesh:
         flags = ["--engine", args.engine, "--model.name", str(self.shape), "--max-model-len", "1024"]
         if args.engine == "vllm":
             flags += ["--model.dtype", "bfloat16", "--vllm.load_format", "dummy", "--max-num-seqs", "128"]
-            flags += ["--tensor-parallel-size", str(max(1, each)), "--enforce-eager"]
+            flags += ["--tensor-parallel-size", str(max(1, each))]
+            flags += ["--enforce-eager"] if args.enforce_eager else []
             flags += ["--gpu-memory-utilization", str(args.gpu_memory_utilization)] if args.engine_gpus else []
         else:
             model = build(self.shape, torch.device("cpu"), RankGroup(device=torch.device("cpu")))
@@ -362,6 +363,7 @@ def main() -> None:
     )
     parser.add_argument("--changed", type=float, default=1.0, help="share of the weights that each version changes")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.4)
+    parser.add_argument("--enforce-eager", action="store_true", help="vLLM starts sooner, and its pauses are longer")
     parser.add_argument("--json", type=Path)
     for hidden in ("--shape", "--transport", "--hub", "--output-dir"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
