@@ -235,7 +235,7 @@ async def test_a_session_keeps_its_engine_over_turns_and_moves_when_that_dies(st
 async def test_a_prompt_longer_than_the_context_fails(start_mesh, make_group, engine):
     mesh = await start_mesh([engine], seq_len=20)
     failure, _ = await mesh.collect(make_group())
-    assert "exceeds maximum context length" in failure.message
+    assert "exceeds maximum context length (19): rollout.seq_len is 20; raise it" in failure.message
     assert not failure.retryable
     assert engine.requests == []
 

@@ -115,8 +115,10 @@ class EngineClient(Client):  # type: ignore[misc]  # verifiers is untyped for th
         seq_len = self._seq_len if session.seq_len is None else min(session.seq_len, self._seq_len)
         room = seq_len - len(prompt_ids)
         if room < 1:
+            key = "rollout.seq_len" if seq_len == self._seq_len else "the environment's seq_len"
             raise ProviderError(
-                f"Prompt length ({len(prompt_ids)}) exceeds maximum context length ({seq_len - 1}).",
+                f"Prompt length ({len(prompt_ids)}) exceeds maximum context length ({seq_len - 1}): {key} is {seq_len};"
+                " raise it",
                 status_code=400,
             )
         params = _NEUTRAL | sampling.model_dump(exclude_none=True)
