@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -134,7 +135,7 @@ def test_a_job_saves_before_its_limit_and_goes_on_from_there_with_a_whole_ledger
     assert {"configs", "credentials"} <= own  # what went over srun
     assert not own & {"checkpoints", "ledger.sqlite", "metrics.jsonl"}
     assert audit(output_dir).violations == ()
-    with sqlite3.connect(output_dir / "ledger.sqlite") as ledger:
+    with closing(sqlite3.connect(output_dir / "ledger.sqlite")) as ledger:
         states = dict(ledger.execute("SELECT state, COUNT(*) FROM rollouts GROUP BY state"))
     assert states["trained"] == STEPS * 16
 

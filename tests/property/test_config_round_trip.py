@@ -51,7 +51,7 @@ configs = st.builds(
     text=plain_text,
     maybe_text=st.none() | text,
     number=st.integers(-(2**63), 2**63 - 1),
-    ratio=floats,
+    ratio=st.floats(allow_nan=False, allow_infinity=False),
     switch=st.none() | st.booleans(),
     numbers=st.lists(st.integers(-(2**63), 2**63 - 1), max_size=3),
     maybe_texts=st.none() | st.lists(st.none() | text, max_size=3),

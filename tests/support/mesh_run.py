@@ -10,6 +10,7 @@ import sqlite3
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -164,7 +165,7 @@ def check_law(run: Run, *, steps: int, most_off_policy: int) -> None:
     if most_off_policy == 0:
         assert max(record["mismatch_abs/all/mean"] for record in records) < 1e-4
         assert max(record["mismatch_kl/all/mean"] for record in records) < 1e-6
-    with sqlite3.connect(run.output_dir / "ledger.sqlite") as ledger:
+    with closing(sqlite3.connect(run.output_dir / "ledger.sqlite")) as ledger:
         states = dict(ledger.execute("SELECT state, COUNT(*) FROM rollouts GROUP BY state"))
     assert states["trained"] == steps * 16
     assert set(states) <= {"trained", "dropped", "failed", "cancelled"}

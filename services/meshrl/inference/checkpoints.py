@@ -92,8 +92,8 @@ def read_checkpoint(folder: Path, engine: Engine) -> dict[str, torch.Tensor]:
     """Without tied duplicates, in the layout's dtypes; `stage` names missing ones. Raises MeshError INVALID_REQUEST,
     LAYOUT_MISMATCH."""
     try:
-        files = sorted(folder.glob("*.safetensors"))
-    except (OSError, ValueError) as error:  # too long, or with characters that no path has
+        files = sorted(path for path in folder.iterdir() if path.suffix == ".safetensors")
+    except (OSError, ValueError) as error:  # it is not there, or has characters that no path has
         why = getattr(error, "strerror", None) or error
         raise MeshError(Reason.INVALID_REQUEST, f"{str(folder)[:200]!r} is no folder of a checkpoint: {why}") from error
     if not files:

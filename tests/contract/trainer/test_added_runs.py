@@ -54,6 +54,7 @@ async def two_nodes(config: TrainerConfig, file: Path) -> AsyncIterator[TrainerC
     try:
         async with TrainerClient(config.server.address) as client:
             await up(client, lambda: all(node.returncode is None for node in nodes))
+            await client.wait_until_serving(UP_S)  # by then the runs of the last start are back
             assert (await client.get_trainer()).world_size == 2
             yield client
             await client.drain()

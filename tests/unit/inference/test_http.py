@@ -84,7 +84,7 @@ async def test_a_folder_with_experts_one_by_one_is_served(
     assert (status, answer["error"]["reason"]) == (400, "LAYOUT_MISMATCH")
 
 
-@pytest.mark.parametrize("name", ["/" + "a" * 5000, "/tmp/" + "b" * 300, "nul\0byte", "/proc/1/mem"])
+@pytest.mark.parametrize("name", ["/" + "a" * 5000, "/tmp/" + "b" * 300, "nul\0byte", "/proc/1/mem", "/nowhere"])
 async def test_a_path_that_no_folder_has_is_refused_in_a_sentence(serve: Start, name: str) -> None:
     client = await serve()
     for path, key in (("/update_weights", "path"), ("/load_lora_adapter", "lora_path")):
