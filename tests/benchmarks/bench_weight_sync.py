@@ -363,7 +363,7 @@ def main() -> None:
     )
     parser.add_argument("--changed", type=float, default=1.0, help="share of the weights that each version changes")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.4)
-    parser.add_argument("--enforce-eager", action="store_true", help="vLLM starts sooner, and its pauses are longer")
+    parser.add_argument("--enforce-eager", action="store_true", help="vLLM without CUDA graphs, which starts sooner")
     parser.add_argument("--json", type=Path)
     for hidden in ("--shape", "--transport", "--hub", "--output-dir"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)

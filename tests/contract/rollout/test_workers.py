@@ -192,7 +192,7 @@ async def test_what_blocks_the_only_worker_fails_and_gets_one_of_its_own(start_m
 async def test_where_nobody_knows_whose_code_it_was_what_played_most_goes_on_in_the_standby(
     start_mesh, engine, make_group, tokens, said, monkeypatch
 ):
-    monkeypatch.setattr(fleet, "LEFT_AFTER_S", PATIENCE_S)
+    monkeypatch.setattr(fleet, "LEFT_AFTER_S", PATIENCE_S)  # on a busy machine a worker stands still for seconds
     gate = Gate(engine, tokens)
     env = [{"id": "mesh_echo", "name": name} for name in ("few", "many")]
     before = await asyncio.to_thread(worker_pids)

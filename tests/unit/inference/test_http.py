@@ -91,6 +91,7 @@ async def test_a_path_that_no_folder_has_is_refused_in_a_sentence(serve: Start, 
         status, answer = await post(client, path, {key: name, "lora_name": "a"})
         assert (status, answer["error"]["reason"]) == (400, "INVALID_REQUEST"), answer
         assert len(answer["error"]["message"]) < 500
+        assert key != "path" or "is no folder of a checkpoint: " in answer["error"]["message"]
 
 
 async def test_reloading_weights_whose_folder_is_gone_is_refused_in_a_sentence(
