@@ -14,7 +14,6 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "support"))
@@ -77,21 +76,12 @@ def carry(
         threads.submit(each.send, snapshot, stall_s=DEADLINE_S)
         for each, snapshot in zip(senders, snapshots, strict=True)
     ]
-    if receivers[0].is_scattered:
-        parts = [
-            threads.submit(each.receive_held, manifest, rank.parameters, stall_s=DEADLINE_S)
-            for each, rank in zip(receivers, ranks, strict=True)
-        ]
-        check_parts(manifest, [each.result()[1] for each in parts])
-        times = [each.result()[0] for each in parts]
-    else:
-        whole = [
-            threads.submit(
-                each.receive, manifest, partial(rank.placement.fill, parameters=rank.parameters), stall_s=DEADLINE_S
-            )
-            for each, rank in zip(receivers, ranks, strict=True)
-        ]
-        times = [each.result() for each in whole]
+    receiving = [
+        threads.submit(each.receive_held, manifest, rank.parameters, stall_s=DEADLINE_S)
+        for each, rank in zip(receivers, ranks, strict=True)
+    ]
+    check_parts(manifest, [each.result()[1] for each in receiving])
+    times = [each.result()[0] for each in receiving]
     for each in sending:
         each.result()
     return time.perf_counter() - began_s, times

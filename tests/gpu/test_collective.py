@@ -19,10 +19,12 @@ from meshrl.versions.collective.broadcasting import Receiver, Sender
 from meshrl.versions.collective.communicator import open_store, reach_store
 from meshrl.versions.collective.digest import digest_bytes, sum128, sum128_each
 from meshrl.versions.collective.plan import PublishPlan
+from meshrl.versions.placement import WeightPlacement, check_parts
 from meshrl.versions.snapshot import take_snapshot
 from meshrl.wire import manifest as manifests
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import CollectivePlan, JoinGroup, Manifest, TensorEntry, Transport
+from placed_engine import PlacedRank, placement_of, state_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -57,12 +59,12 @@ def manifest_of(state: dict[str, torch.Tensor], plan: CollectivePlan) -> Manifes
     )  # fmt: skip
 
 
-def join(port: int, device: torch.device) -> Receiver:
+def join(port: int, device: torch.device, placement: WeightPlacement | None = None) -> Receiver:
     group = JoinGroup(
         generation=1, store_address=f"127.0.0.1:{port}", backend="nccl", num_senders=1, num_receivers=1,
         first_receiver=0, deadline_s=MEET_S,
     )  # fmt: skip
-    return Receiver.join(group, index=0, device=device)
+    return Receiver.join(group, index=0, device=device, placement=placement)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
@@ -111,6 +113,37 @@ def test_versions_cross_to_the_bit_until_the_group_is_ended() -> None:
     assert caught.value.reason is Reason.GROUP_BROKEN
     assert time.monotonic() - began_s < 5.0
     sender.abort()
+
+
+@two_gpus
+def test_a_rank_takes_its_parts_out_of_broadcasts_to_the_bit() -> None:
+    here, there = torch.device("cuda:0"), torch.device("cuda:1")
+    engine = PlacedRank()
+    placement = placement_of(engine, state_of(0))
+    parameters = {name: parameter.to(there) for name, parameter in engine.parameters.items()}
+    store = open_store("127.0.0.1", deadline_s=MEET_S)
+    threads = ThreadPoolExecutor(2)
+    meeting = threads.submit(
+        Sender.meet, store, generation=1, backend="nccl", sender=0, num_receivers=1, device=here, deadline_s=MEET_S
+    )
+    receiver = threads.submit(join, store.port, there, placement).result(MEET_S)
+    sender = meeting.result(MEET_S)
+    for seed, bucket_bytes in ((1, 1), (2, 200), (3, 2**20)):
+        state = state_of(seed)
+        plan = CollectivePlan(num_senders=1, bucket_bytes=bucket_bytes)
+        manifest = manifest_of(state, plan)
+        on_gpu = {name: tensor.to(here) for name, tensor in state.items()}
+        snapshot = take_snapshot(PublishPlan(tensors=manifest.tensors, collective=plan), on_gpu, 0, here)
+        sending = threads.submit(sender.send, snapshot, stall_s=STALL_S)
+        _, digests = receiver.receive_held(manifest, parameters, stall_s=STALL_S)
+        sending.result(STALL_S)
+        check_parts(manifest, [digests])
+        engine.load(state)
+        assert all(torch.equal(parameters[name].cpu(), held) for name, held in engine.parameters.items())
+    sender.abort()
+    with pytest.raises(MeshError) as caught:
+        receiver.receive_held(manifest, parameters, stall_s=STALL_S)
+    assert caught.value.reason is Reason.GROUP_BROKEN
 
 
 @two_gpus

@@ -1,14 +1,23 @@
-"""Ranks of an engine that holds a small model as engines do, and the tracing of where its tensors lie there."""
+"""Ranks of an engine that holds a small model as engines do, the tracing of where its tensors lie there, and versions
+of it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
+from meshrl.versions.collective.digest import digest_bytes, sum128
+from meshrl.versions.collective.plan import PublishPlan, rows_of
 from meshrl.versions.placement import PlacementTracer, WeightPlacement
+from meshrl.versions.snapshot import Snapshot, take_snapshot
+from meshrl.wire.manifest import build_manifest, plan_tensors
+from meshrl.wire.types import CollectivePlan, Manifest, Transport
 
 State = dict[str, torch.Tensor]
+WHOLE = "norm"  # sender 0 has it
+REORDERED = "experts"
 SHAPES = {"q": (8, 6), "k": (4, 6), "v": (4, 6), "up": (10, 6), "down": (6, 10), "embed": (7, 6), "experts": (4, 6, 8)}
 
 
@@ -68,3 +77,34 @@ def placement_of(engine: PlacedRank, state: State) -> WeightPlacement:
     found = tracer.placement()
     assert found is not None, tracer.obstacle
     return found
+
+
+def plan_for(state: State, num_senders: int, bucket_bytes: int = 1) -> PublishPlan:
+    """The experts are divided in the reverse order of the senders where they divide evenly."""
+    tensors = plan_tensors((n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in state.items())
+    tensors = tuple(replace(entry, digest=digest_bytes(sum128(state[entry.name]))) for entry in tensors)
+    names = [entry.name for entry in tensors]
+    collective = CollectivePlan(
+        num_senders=num_senders, bucket_bytes=bucket_bytes, whole_tensors=(names.index(WHOLE),),
+        reordered_tensors=(names.index(REORDERED),), row_order=tuple(reversed(range(num_senders))),
+    )  # fmt: skip
+    return PublishPlan(tensors=tensors, collective=collective)
+
+
+def manifest_of(plan: PublishPlan, version: int = 1) -> Manifest:
+    return build_manifest(
+        run_id="main", epoch=1, version=version, transport=Transport.NCCL, tensors=plan.tensors, chunks=(),
+        collective=plan.collective,
+    )  # fmt: skip
+
+
+def snapshots_of(state: State, plan: PublishPlan) -> list[Snapshot]:
+    senders = plan.collective.num_senders
+
+    def rows(name: str, sender: int) -> torch.Tensor:
+        part = plan.collective.row_order[sender] if name == REORDERED else sender
+        start, end = rows_of(len(state[name]), part, senders)
+        return state[name] if name == WHOLE else state[name][start:end]
+
+    cpu = torch.device("cpu")
+    return [take_snapshot(plan, {name: rows(name, one) for name in state}, one, cpu) for one in range(senders)]

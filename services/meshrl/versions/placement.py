@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshrl.versions.collective.digest import Words, on_gpu, sum128, sum128_at, sum128_rows, sums_at
+from meshrl.versions.collective.digest import Words, WordSums, on_gpu, sum128, sum128_at, sum128_rows
 from meshrl.versions.deltas.codec import DeltaError, read_stream
 from meshrl.versions.deltas.on_device import decode_on_device, moved_bits
 from meshrl.wire.errors import MeshError, Reason
@@ -315,8 +315,10 @@ class WeightPlacement:
                 yield first, found, begin, end
 
     @torch.no_grad()
-    def digests(self, parameters: Mapping[str, torch.Tensor]) -> PartDigests:
-        parts = [(tensor, move) for tensor, moves in self._moves.items() for move in moves]
+    def digests(self, parameters: Mapping[str, torch.Tensor], tensors: Collection[str] | None = None) -> PartDigests:
+        """Of all parts, or of those of some tensors."""
+        named = self._moves if tensors is None else {name: self._moves[name] for name in tensors}
+        parts = [(tensor, move) for tensor, moves in named.items() for move in moves]
         device = next(iter(parameters.values())).device
         lanes = torch.zeros((len(parts), 2), dtype=torch.int64, device=device)
         at_once: dict[bool, dict[int, Words]] = {False: {}, True: {}}
@@ -328,8 +330,10 @@ class WeightPlacement:
             else:
                 lanes[index] = _lanes(move, move.of(parameters))
         for alike in filter(None, at_once.values()):
-            lanes[on_gpu(list(alike), device)] = sums_at(list(alike.values()), device)
-        found: dict[str, dict[str, tuple[int, Sequence[int]]]] = {tensor: {} for tensor in self._moves}
+            sums = WordSums(list(alike.values()), device)
+            sums.add(0, len(alike))
+            lanes[on_gpu(list(alike), device)] = sums.lanes()
+        found: dict[str, dict[str, tuple[int, Sequence[int]]]] = {tensor: {} for tensor in named}
         for (tensor, move), of_part in zip(parts, lanes.tolist(), strict=True):
             found[tensor][move.part] = (move.values, of_part)
         return found

@@ -153,25 +153,33 @@ async def publish(mesh: EngineMesh, ranks: Trainer, seed: int) -> dict[str, Any]
 async def test_each_worker_gets_its_parts_and_is_to_the_bit_what_vllm_loads_of_whole_tensors(
     divided: EngineMesh, received: Path
 ) -> None:
-    """Of two ranks, which end with one killed, and of four; the last version is one that the hub keeps."""
-    mesh, scattered_parts = divided, []
+    """Of two ranks, which end with one killed, of four, and of one; the last version is one that the hub keeps."""
+    mesh, in_parts = divided, []
     async with trainer(mesh, 2, "3") as ranks:
         sent = await publish(mesh, ranks, 0)
         assert not sent["scatters"]  # no worker knew where vLLM puts a tensor
         assert [part["received"] for part in parts_of(received, 0)] == [sent["bytes"]] * WORKERS
         await scattered(mesh, received, ranks, 2, seed=1)
         await scattered(mesh, received, ranks, 2, seed=0)
-        scattered_parts.append(live(received, mesh.version))
+        in_parts.append(live(received, mesh.version))
         await lose_a_rank(mesh, ranks)
     async with trainer(mesh, 4) as ranks:
         await scattered(mesh, received, ranks, 4, seed=1)
         await scattered(mesh, received, ranks, 4, seed=0)
-        scattered_parts.append(live(received, mesh.version))
+        in_parts.append(live(received, mesh.version))
+    async with trainer(mesh, 1) as ranks:  # a broadcast, of which each worker takes its parts
+        for seed in (1, 0):
+            sent = await publish(mesh, ranks, seed)
+            assert not sent["scatters"]
+            parts = parts_of(received, mesh.version)
+            assert [part["received"] for part in parts] == [sent["bytes"]] * WORKERS
+            assert all("largest" in part for part in parts)
+        in_parts.append(live(received, mesh.version))
     mesh.epoch = next(EPOCHS)
     for seed, transport in ((1, Transport.STREAM), (0, Transport.FILESYSTEM)):
         await mesh.publish(seed, transport=transport)
         await check_served(mesh)
-    for ours in scattered_parts:
+    for ours in in_parts:
         for part, loaded in zip(ours, live(received, mesh.version), strict=True):
             assert part.keys() == loaded.keys()
             assert all(torch.equal(tensor, loaded[name]) for name, tensor in part.items())

@@ -57,7 +57,7 @@ class Divided(MemoryEngine):
         receiver, held = self.receivers[rank], self.ranks[rank]
         if self.breaks_off:
             receiver.abort()
-        if receiver.is_scattered:
+        if receiver.knows_parts:
             times, digests = receiver.receive_held(manifest, held.parameters, stall_s=DEADLINE_S)
             return times.num_bytes, digests
         state: State = {}
@@ -65,9 +65,8 @@ class Divided(MemoryEngine):
             manifest, lambda pairs: state.update((name, tensor.clone()) for name, tensor in pairs), stall_s=DEADLINE_S
         )
         held.load(state)
-        if self.placements[rank] is None:
-            placement = self.placements[rank] = placement_of(PlacedRank(rank, RANKS), state)
-            receiver.offer(placement)
+        placement = self.placements[rank] = placement_of(PlacedRank(rank, RANKS), state)
+        receiver.offer(placement)
         return times.num_bytes, {}
 
     def computes_with(self, state: State) -> bool:

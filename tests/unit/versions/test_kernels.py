@@ -22,9 +22,19 @@ places = [0, 7, 2**33 + 1, 5]
 for aligned, shift in ((True, 0), (False, 1)):
     parts = [room[v.storage_offset() + shift :][: len(v)] for v in views]
     partial = torch.empty((len(parts), 3, 2), dtype=torch.int64)
-    rows = [((p.data_ptr() - partial.data_ptr()) // 2, len(p), first, 0, 0, 0) for p, first in zip(parts, places)]
-    assert not aligned or all(away % 8 == 0 for away, *_ in rows)
-    digest_words[(len(rows), 3)](torch.tensor(rows), partial, WORDS=1024, ALIGNED=aligned, IN_ROWS=False)
+    copies = torch.zeros_like(room)
+    away = [(p.data_ptr() - partial.data_ptr()) // 2 for p in parts]
+    to = (copies.data_ptr() - room.data_ptr()) // 2
+    rows = [(at, len(p), first, 0, 0, 0, at + to, 0) for at, p, first in zip(away, parts, places)]
+    assert not aligned or all(row[0] % 8 == row[6] % 8 == 0 for row in rows)
+    for first, last in ((0, 3), (3, 4)):  # some now, and the rest in a call of their own
+        how = {"WORDS": 1024, "ALIGNED": aligned, "IN_ROWS": False, "COPY": aligned}
+        digest_words[(last - first, 3)](torch.tensor(rows), partial, first, **how)
+    for part in parts if aligned else ():
+        there = slice(part.storage_offset(), part.storage_offset() + len(part))
+        assert torch.equal(copies[there], part)
+        copies[there] = 0
+    assert not copies.any()
     expected = torch.stack([sum128(p, first) for p, first in zip(parts, places)])
     assert torch.equal(partial.sum(dim=1), expected), (partial.sum(dim=1), expected)
 
@@ -32,10 +42,17 @@ for aligned, shift in ((True, 0), (False, 1)):
 shapes = [(300, 7, 9, 21), (3, 4099, 4100, 5000), (1, 1500, 0, 0), (64, 64, 64, 128)]
 partial = torch.empty((len(shapes), 3, 2), dtype=torch.int64)
 away = (room.data_ptr() - partial.data_ptr()) // 2
-rows = [(away + 3, count * width, 2**33, width, step, place) for count, width, step, place in shapes]
-digest_words[(len(rows), 3)](torch.tensor(rows), partial, WORDS=1024, ALIGNED=False, IN_ROWS=True)
-for found, (count, width, step, place) in zip(partial.sum(dim=1), shapes):
+copies = [torch.zeros((count, width + 2), dtype=torch.int16) for count, width, *_ in shapes]
+rows = [
+    (away + 3, count * width, 2**33, width, step, place, (copy.data_ptr() - partial.data_ptr()) // 2 + 1, width + 2)
+    for (count, width, step, place), copy in zip(shapes, copies)
+]
+how = {"WORDS": 1024, "ALIGNED": False, "IN_ROWS": True, "COPY": True}
+digest_words[(len(rows), 3)](torch.tensor(rows), partial, 0, **how)
+for found, (count, width, step, place), copy in zip(partial.sum(dim=1), shapes, copies):
     held = [room[3 + row * step :][:width] for row in range(count)]
+    assert torch.equal(copy[:, 1:-1], torch.stack(held))
+    assert not copy[:, 0].any() and not copy[:, -1].any()
     expected = sum(sum128(each, 2**33 + row * place) for row, each in enumerate(held))
     assert torch.equal(found, expected), (count, width)
 

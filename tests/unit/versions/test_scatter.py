@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -16,51 +16,19 @@ from torch.distributed import HashStore
 
 from meshrl.versions.collective.broadcasting import Receiver, ReceiveTimes, Sender
 from meshrl.versions.collective.communicator import open_store, reach_store
-from meshrl.versions.collective.digest import digest_bytes, sum128
-from meshrl.versions.collective.plan import PublishPlan, rows_of
+from meshrl.versions.collective.held_parts import HeldParts
+from meshrl.versions.collective.plan import PublishPlan
 from meshrl.versions.collective.scatter import Offer, clipped, read_offers, scatter_offers, write_offer
 from meshrl.versions.placement import Move, PartDigests, WeightPlacement, check_parts
 from meshrl.versions.snapshot import Snapshot, take_snapshot
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.manifest import build_manifest, plan_tensors
-from meshrl.wire.types import CollectivePlan, JoinGroup, Manifest, Transport
-from placed_engine import PlacedRank, State, placement_of, state_of
+from meshrl.wire.manifest import plan_tensors
+from meshrl.wire.types import CollectivePlan, JoinGroup
+from placed_engine import PlacedRank, State, manifest_of, placement_of, plan_for, snapshots_of, state_of
 
 CPU = torch.device("cpu")
 STALL_S = 60.0
 MEET_S = 30.0
-WHOLE = "norm"  # sender 0 has it
-REORDERED = "experts"
-
-
-def plan_for(state: State, num_senders: int, bucket_bytes: int = 1) -> PublishPlan:
-    """The experts are divided in the reverse order of the senders where they divide evenly."""
-    tensors = plan_tensors((n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in state.items())
-    tensors = tuple(replace(entry, digest=digest_bytes(sum128(state[entry.name]))) for entry in tensors)
-    names = [entry.name for entry in tensors]
-    collective = CollectivePlan(
-        num_senders=num_senders, bucket_bytes=bucket_bytes, whole_tensors=(names.index(WHOLE),),
-        reordered_tensors=(names.index(REORDERED),), row_order=tuple(reversed(range(num_senders))),
-    )  # fmt: skip
-    return PublishPlan(tensors=tensors, collective=collective)
-
-
-def manifest_of(plan: PublishPlan, version: int = 1) -> Manifest:
-    return build_manifest(
-        run_id="main", epoch=1, version=version, transport=Transport.NCCL, tensors=plan.tensors, chunks=(),
-        collective=plan.collective,
-    )  # fmt: skip
-
-
-def snapshots_of(state: State, plan: PublishPlan) -> list[Snapshot]:
-    senders = plan.collective.num_senders
-
-    def rows(name: str, sender: int) -> torch.Tensor:
-        part = plan.collective.row_order[sender] if name == REORDERED else sender
-        start, end = rows_of(len(state[name]), part, senders)
-        return state[name] if name == WHOLE else state[name][start:end]
-
-    return [take_snapshot(plan, {name: rows(name, one) for name in state}, one, CPU) for one in range(senders)]
 
 
 @dataclass
@@ -146,6 +114,23 @@ def test_each_rank_of_an_engine_gets_its_parts_and_no_more(num_senders: int, buc
                 assert plan.num_bytes / 2 <= times.num_bytes < 0.75 * plan.num_bytes  # `norm` whole, parts aligned
 
 
+@pytest.mark.parametrize(("num_senders", "ranks"), [(1, 1), (1, 2), (3, 1), (2, 2)])
+@pytest.mark.parametrize("bucket_bytes", [1, 200, 10**6])
+def test_ranks_that_know_their_parts_take_them_out_of_a_broadcast(
+    num_senders: int, ranks: int, bucket_bytes: int
+) -> None:
+    engines, placements = engines_of(ranks=ranks)
+    with group_of(placements, num_senders, None, ranks_per_engine=ranks) as group:
+        assert not any(each.is_scattered for each in group.receivers)
+        for seed in (1, 2):
+            state = state_of(seed)
+            plan = plan_for(state, num_senders, bucket_bytes)
+            received = group.carry(plan, snapshots_of(state, plan), engines)
+            assert all(holds(engine, state) for engine in engines)
+            check_parts(manifest_of(plan), [digests for _, digests in received])
+            assert all(times.num_bytes == plan.num_bytes for times, _ in received)
+
+
 def test_a_bit_that_flips_on_its_way_is_found_and_the_next_version_is_right() -> None:
     engines, placements = engines_of()
     state = state_of(1)
@@ -199,6 +184,22 @@ def test_a_group_with_one_that_knows_no_scatter_is_broadcast_to(who: str) -> Non
         for each in work:
             each.result(STALL_S)
         assert all(torch.equal(found[name], state[name]) for found in got for name in state)
+
+
+def test_what_a_sender_has_behind_an_odd_number_of_bytes_of_another_is_taken_too() -> None:
+    tensors = {"a": torch.randint(0, 256, (6,), dtype=torch.uint8), "b": torch.randn(4, 2).bfloat16()}
+    plan = PublishPlan(
+        tensors=plan_tensors([("a", "uint8", (6,)), ("b", "bfloat16", (4, 2))]),
+        collective=CollectivePlan(num_senders=2, bucket_bytes=100),
+    )
+    halves = [{name: tensor.chunk(2)[sender] for name, tensor in tensors.items()} for sender in range(2)]
+    bucket = torch.cat([take_snapshot(plan, half, sender, CPU).flat for sender, half in enumerate(halves)])
+    held = HeldParts(plan, WeightPlacement.whole(tensors), scattered=False)
+    parameters = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    held.open([bucket, bucket], parameters)
+    held.take(0, bucket, parameters)
+    assert all(map(torch.equal, parameters.values(), tensors.values()))
+    assert held.digests(parameters) == WeightPlacement.whole(tensors).digests(tensors)
 
 
 # --- when it pays ---------------------------------------------------------------------------------

@@ -143,18 +143,21 @@ class WeightsExtension:
                 delta = receiver.receive_delta(manifest, stall_s=stall_s)
                 self._meshrl_patched(manifest, delta, shadow, onto_staged=False)
                 return
-            if not receiver.is_scattered:
-                receiver.receive(manifest, self._meshrl_begin(shadow), stall_s=stall_s)
+            if not isinstance(shadow, ParameterShadow) or not receiver.knows_parts:
+                if receiver.is_scattered:  # the shadow was built anew since, where there was no room for parameters
+                    receiver.abort()
+                    text = "this worker has no parameters of its own for parts of a version"
+                    raise MeshError(Reason.GROUP_BROKEN, text)
+                times = receiver.receive(manifest, self._meshrl_begin(shadow), stall_s=stall_s)
                 self._meshrl_finish(shadow, manifest.version)
+                logger.debug("version {} came through the group: {}", manifest.version, times)
                 return
-            if not isinstance(shadow, ParameterShadow):  # built anew since, where there was no room for such a one
-                receiver.abort()
-                raise MeshError(Reason.GROUP_BROKEN, "this worker has no parameters of its own for parts of a version")
             if self._meshrl_loaded is not shadow:  # what vLLM has filled without a version's tensors is in none
                 shadow.begin_as_live()
                 self._meshrl_loaded = shadow
-            _, self._meshrl_found = receiver.receive_held(manifest, shadow.parameters, stall_s=stall_s)
+            times, self._meshrl_found = receiver.receive_held(manifest, shadow.parameters, stall_s=stall_s)
             self._meshrl_staged = manifest.version
+            logger.debug("version {} came through the group: {}", manifest.version, times)
 
         self._meshrl_start(work, f"receiving version {manifest.version}")
 

@@ -1,8 +1,8 @@
 """The two ends of a group: a sender rank of the trainer sends its snapshot, a rank of an engine receives a version.
 
-A receiver checks a version and passes on whole tensors. In a scattered group (see `scatter`) it gets no more than the
-parts that it holds, and the ranks of an engine check them together. Of a delta each sender broadcasts that of its own
-rows, and a receiver joins them.
+A receiver that does not know yet what its rank holds checks a version and passes on whole tensors. Later it copies the
+parts that its rank holds to their places, and the ranks of an engine check them together. In a scattered group (see
+`scatter`) it gets no more than those. Of a delta each sender broadcasts that of its own rows; a receiver joins them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from meshrl.versions.collective import scatter
 from meshrl.versions.collective.communicator import Communicator, Operation, reach_store
 from meshrl.versions.collective.digest import digest_bytes, sum128_each
+from meshrl.versions.collective.held_parts import HeldParts
 from meshrl.versions.collective.plan import Bucket, PublishPlan
 from meshrl.versions.collective.scatter import Message, Offer
 from meshrl.versions.deltas.codec import DeltaError, joined, read_stream
@@ -161,7 +162,10 @@ Sink = Callable[[Sequence[tuple[str, torch.Tensor]]], None]
 
 @dataclass(kw_only=True)
 class ReceiveTimes:
-    """Where the time of a version went: waiting for bytes, in the sink, checking digests; and the bytes."""
+    """Where the time of a version went: waiting for bytes, taking them, digesting them; and how many they were.
+
+    Of a GPU, whose work is only started: `wire_s` is the wait for all of it.
+    """
 
     wire_s: float = 0.0
     load_s: float = 0.0
@@ -178,9 +182,11 @@ class Receiver:
         self._communicators = communicators
         self._device = device
         self._group, self._store, self._index = group, store, index
-        self._buffers: list[torch.Tensor | None] = [None, None]
-        self._held: WeightPlacement | None = None  # what the senders scatter to this rank
-        self._messages: Sequence[Sequence[Message]] = ()  # of each bucket, that of each sender
+        self._buffers: list[torch.Tensor] = []
+        self._placement: WeightPlacement | None = None  # of what this rank holds
+        self._held: HeldParts | None = None
+        self.is_scattered = False
+        """Whether versions come in parts only, and not whole."""
 
     @classmethod
     def join(
@@ -207,8 +213,7 @@ class Receiver:
                         deadline_s=max(0.1, end_s - time.monotonic()),
                     )
                 )  # fmt: skip
-            if placement is not None and scatter.is_scattered(joined._store):
-                joined._held = placement
+            joined.is_scattered = placement is not None and scatter.is_scattered(joined._store)
         except RuntimeError as error:  # the store is gone
             joined.abort()
             raise MeshError(Reason.GROUP_BROKEN, f"group {group.generation}: the store is gone: {error}") from error
@@ -218,15 +223,17 @@ class Receiver:
         return joined
 
     def offer(self, placement: WeightPlacement) -> None:
-        """Offers the senders the parts of this rank, for the next group. Raises RuntimeError when the store is gone."""
+        """Versions may come by `receive_held` from here on, and the senders are offered the parts of this rank, for the
+        next group. Raises RuntimeError when the store is gone."""
+        self._placement = placement
         if self._group.num_senders > 1:
             first = self._group.first_receiver
             scatter.write_offer(self._store, first + self._index, Offer(engine=first, moves=placement.moves))
 
     @property
-    def is_scattered(self) -> bool:
-        """Whether versions come by `receive_held`."""
-        return self._held is not None
+    def knows_parts(self) -> bool:
+        """Whether versions may come by `receive_held`."""
+        return self._placement is not None
 
     @torch.no_grad()
     def receive(self, manifest: Manifest, sink: Sink, *, stall_s: float) -> ReceiveTimes:
@@ -248,7 +255,7 @@ class Receiver:
             times.load_s += time.perf_counter() - verified_s
 
         sizes = [[end - begin for begin, end in bucket.spans] for bucket in plan.buckets]
-        self._take(plan, sizes, Communicator.broadcast, take, stall_s, times)
+        self._take(plan, sizes, self._room_for(sizes), Communicator.broadcast, take, stall_s, times)
         began_s = time.perf_counter()
         for entry, lanes in zip(manifest.tensors, torch.cat(digests).cpu(), strict=True):
             if digest_bytes(lanes) != entry.digest:
@@ -292,23 +299,21 @@ class Receiver:
 
         Streams and errors as of `receive`.
         """
-        plan, times, held = self._plan_of(manifest), ReceiveTimes(), self._held
-        assert held is not None, "the group is scattered"
-        if not self._messages:  # they are those of every version of a group
-            senders = range(len(self._communicators))
-            self._messages = [
-                [scatter.message(plan.tensors, bucket, sender, held.moves) for sender in senders]
-                for bucket in plan.buckets
-            ]
-        messages = self._messages
+        plan, times, placement, held = self._plan_of(manifest), ReceiveTimes(), self._placement, self._held
+        assert placement is not None, "the parts of this rank are known"
+        if held is None or not held.are_of(plan):
+            held = self._held = HeldParts(plan, placement, scattered=self.is_scattered)
+        buffers = self._room_for(held.sizes)
 
-        def take(index: int, flat: torch.Tensor) -> None:
+        def take(turn: int, flat: torch.Tensor) -> None:
             began_s = time.perf_counter()
-            scatter.unpack(messages[index], flat, parameters)
+            if turn == 0:  # while the next bucket is on its way
+                held.open(buffers, parameters)
+            held.take(turn, flat, parameters)
             times.load_s += time.perf_counter() - began_s
 
-        sizes = [[message.num_bytes for message in each] for each in messages]
-        self._take(plan, sizes, Communicator.receive_piece, take, stall_s, times)
+        how = Communicator.receive_piece if self.is_scattered else Communicator.broadcast
+        self._take(held.plan, held.sizes, buffers, how, take, stall_s, times)
         began_s = time.perf_counter()
         digests = held.digests(parameters)
         times.verify_s += time.perf_counter() - began_s
@@ -326,44 +331,57 @@ class Receiver:
         self,
         plan: PublishPlan,
         sizes: Sequence[Sequence[int]],
+        buffers: Sequence[torch.Tensor],
         begin: Callable[[Communicator, torch.Tensor], Operation],
         take: Callable[[int, torch.Tensor], None],
         stall_s: float,
         times: ReceiveTimes,
     ) -> None:
-        order = plan.buckets
+        """`sizes`: of each bucket, what each sender's `begin` fills of a buffer, of which there are two, in turns."""
+        order, works = plan.buckets, deque[tuple[Communicator, Operation]]()
 
         def start(turn: int) -> tuple[torch.Tensor, list[tuple[Communicator, Operation]]]:
-            flat, works, at = self._room(sum(sizes[turn]), turn), [], 0
+            buffer, begun, at = buffers[turn % 2], [], 0
             for communicator, size, (first, last) in zip(
                 self._communicators, sizes[turn], order[turn].spans, strict=True
             ):
                 if first < last:
-                    works.append((communicator, begin(communicator, flat[at : at + size])))
+                    begun.append((communicator, begin(communicator, buffer[at : at + size])))
                     at += size
-            return flat, works
+            return buffer[:at], begun
+
+        def finish(communicator: Communicator, work: Operation) -> None:
+            began_s = time.perf_counter()
+            communicator.finish(work, stall_s)
+            times.wire_s += time.perf_counter() - began_s
 
         try:
             under_way = start(0)
             for turn in range(len(order)):
-                flat, works = under_way
+                flat, begun = under_way
                 if turn + 1 < len(order):  # into the other buffer: the current stream is done with it by then
                     under_way = start(turn + 1)
-                began_s = time.perf_counter()
-                for communicator, work in works:
-                    communicator.finish(work, stall_s)
-                times.wire_s += time.perf_counter() - began_s
-                times.num_bytes += sum(sizes[turn])
+                for communicator, work in begun:
+                    if turn and work.on_stream:
+                        work.order(self._device)  # this thread goes ahead
+                        works.append((communicator, work))
+                    else:  # of a GPU the first bucket: a kernel's first launch may wait for senders, which are then here
+                        finish(communicator, work)
+                times.num_bytes += len(flat)
                 take(turn, flat)
+            for communicator, work in works:
+                finish(communicator, work)
         except BaseException:  # the sink's too: senders must not wait for a rank that is out of step
             self.abort()
             raise
 
-    def _room(self, size: int, turn: int) -> torch.Tensor:
-        buffer = self._buffers[turn % 2]
-        if buffer is None or buffer.numel() < size:
-            buffer = self._buffers[turn % 2] = torch.empty(size, dtype=torch.uint8, device=self._device)
-        return buffer
+    def _room_for(self, sizes: Sequence[Sequence[int]]) -> Sequence[torch.Tensor]:
+        """Two buffers, for the buckets of even and of odd turns."""
+        needed = [max(map(sum, sizes[turn::2]), default=0) for turn in range(2)]
+        if [len(buffer) for buffer in self._buffers] != needed:
+            self._buffers = []  # frees them first
+            self._buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in needed]
+        return self._buffers
 
     def _assemble(
         self, entries: Sequence[TensorEntry], bucket: Bucket, flat: torch.Tensor
@@ -390,7 +408,7 @@ class Receiver:
 
     def close(self) -> None:
         self.abort()
-        self._buffers = [None, None]
+        self._buffers = []
 
 
 def _parts(num_bytes: int, plan: CollectivePlan) -> list[tuple[int, int]]:

@@ -43,7 +43,9 @@ def sum128_each(tensors: Sequence[torch.Tensor], first_words: Sequence[int]) -> 
         return torch.stack(lanes) if lanes else torch.zeros((0, 2), dtype=torch.int64)
     whole = [_words(each.clone()) if (each.nbytes | each.data_ptr()) % 2 else each for each in tensors]
     runs = [(each.data_ptr(), each.nbytes // 2, first) for each, first in zip(whole, first_words, strict=True)]
-    return sums_at([Words(*run) for run in runs], tensors[0].device)
+    sums = WordSums([Words(*run) for run in runs], tensors[0].device)
+    sums.add(0, len(runs))
+    return sums.lanes()
 
 
 class Words(NamedTuple):
@@ -59,25 +61,47 @@ class Words(NamedTuple):
     place_step: int = 0
     """The same between their places."""
 
+    target: int = 0
+    """Address to which they are copied on the way; 0: they are only digested."""
 
-def sums_at(parts: Sequence[Words], device: torch.device) -> torch.Tensor:
-    """(T, 2) int64 lanes of words in a GPU's memory; all are runs, or all in rows of less than 2^30.
+    target_step: int = 0
+    """As `step`, there."""
 
-    A call to torch for each tensor would each time wait for the interpreter's lock beside an engine that samples.
+
+class WordSums:
+    """The lanes of parts in a GPU's memory. They are all runs, or all in rows of less than 2^30 words; and all are
+    copied, or none.
+
+    A call to torch for each part would each time wait for the interpreter's lock beside an engine that samples.
     """
-    # compiled once a process; Triton is there only where torch has a GPU
-    from meshrl.versions.collective.digest_kernel import digest_words
 
-    programs = min(KERNEL_PROGRAMS, max(1, -(-max(part.num_words for part in parts) // KERNEL_WORDS)))
-    partial = torch.empty((len(parts), programs, 2), dtype=torch.int64, device=device)
-    table = [((part.address - partial.data_ptr()) // 2, *part[1:]) for part in parts]
-    in_rows = parts[0].width > 0
-    aligned = not in_rows and all(away % 8 == 0 for away, *_ in table)
-    with torch.cuda.device(device):  # Triton launches on the thread's device, whatever the tensor's is
-        digest_words[(len(parts), programs)](
-            on_gpu(table, device), partial, WORDS=KERNEL_WORDS, ALIGNED=aligned, IN_ROWS=in_rows
-        )
-    return partial.sum(dim=1)
+    def __init__(self, parts: Sequence[Words], device: torch.device) -> None:
+        self._device, first = device, parts[0]
+        self._programs = min(KERNEL_PROGRAMS, max(1, -(-max(part.num_words for part in parts) // KERNEL_WORDS)))
+        self._partial = torch.empty((len(parts), self._programs, 2), dtype=torch.int64, device=device)
+        base, copied = self._partial.data_ptr(), first.target > 0
+
+        def away(address: int) -> int:
+            return (address - base) // 2
+
+        table = [(away(each.address), *each[1:6], away(each.target), each.target_step) for each in parts]
+        aligned = first.width == 0 and all(row[0] % 8 == 0 and not (copied and row[6] % 8) for row in table)
+        self._kind = {"ALIGNED": aligned, "IN_ROWS": first.width > 0, "COPY": copied}
+        self._table = on_gpu(table, device)
+
+    def add(self, first: int, last: int) -> None:
+        """Sums parts [first, last), as they are now on the current stream, and copies them if they have a target."""
+        # compiled once a process; Triton is there only where torch has a GPU
+        from meshrl.versions.collective.digest_kernel import digest_words
+
+        with torch.cuda.device(self._device):  # Triton launches on the thread's device, whatever the tensor's is
+            digest_words[(last - first, self._programs)](
+                self._table, self._partial, first, WORDS=KERNEL_WORDS, **self._kind
+            )
+
+    def lanes(self) -> torch.Tensor:
+        """(T, 2) int64, once all are summed."""
+        return self._partial.sum(dim=1)
 
 
 def on_gpu(rows: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:

@@ -22,46 +22,67 @@ def _terms(word, place):
 
 
 @triton.jit
-def _offsets(first, width, step, place_step, WORDS: tl.constexpr, IN_ROWS: tl.constexpr):
-    """Of the words (WORDS,) from `first` on: their distances from the first one of all, in memory and in places."""
+def _offsets(first, width, step, to_step, place_step, WORDS: tl.constexpr, IN_ROWS: tl.constexpr):
+    """Of the words (WORDS,) from `first` on: which they are, and their distances from the first one of all, in memory,
+    where they are copied to, and in places."""
+    index = first + tl.arange(0, WORDS)
     if not IN_ROWS:
-        offset = first + tl.arange(0, WORDS)
-        return offset, offset, offset
+        return index, index, index, index
     row = first // width
     column = (first - row * width).to(tl.int32) + tl.arange(0, WORDS)
     rows_on = column // width.to(tl.int32)
     row += rows_on.to(tl.int64)
     column -= rows_on * width.to(tl.int32)
-    return first + tl.arange(0, WORDS), row * step + column, row * place_step + column
+    return index, row * step + column, row * to_step + column, row * place_step + column
 
 
-@triton.jit
-def digest_words(table_ptr, partial_ptr, WORDS: tl.constexpr, ALIGNED: tl.constexpr, IN_ROWS: tl.constexpr):
-    """Program (t, p) of a grid (T, P) sums the two lanes of tensor t's blocks p, p + P, ... of WORDS words each.
+@triton.jit(do_not_specialize=["first_tensor"])
+def digest_words(
+    table_ptr,
+    partial_ptr,
+    first_tensor,
+    WORDS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    IN_ROWS: tl.constexpr,
+    COPY: tl.constexpr,
+):
+    """Program (t, p) of a grid (., P) sums the two lanes of blocks p, p + P, ... of WORDS words each.
 
-    `table` (T, 6) int64: words from `partial` to the first one in memory, how many they are, place of the first one;
-    IN_ROWS: words of a row (less than 2^30), and from one row to the next in memory and in places.
+    They are blocks of tensor `first_tensor` + t, and copied on the way where COPY is set.
+
+    `table` (T, 8) int64: words from `partial` to the first one in memory, how many they are, and the place of the first
+    one. IN_ROWS: words of a row (less than 2^30), and from one row to the next in memory and in places. COPY: words
+    from `partial` to where the first one goes, and IN_ROWS from one row to the next there.
     `partial` (T, P, 2) int64. ALIGNED: all of the first are multiples of 8, so that eight words are loaded at once.
     """
-    tensor, program = tl.program_id(0), tl.program_id(1)
-    row_ptr = table_ptr + 6 * tensor
+    tensor, program = first_tensor + tl.program_id(0), tl.program_id(1)
+    row_ptr = table_ptr + 8 * tensor
     away, num_words, first_place = tl.load(row_ptr), tl.load(row_ptr + 1), tl.load(row_ptr + 2) + 1
     width, step, place_step = tl.load(row_ptr + 3), tl.load(row_ptr + 4), tl.load(row_ptr + 5)
+    to_away, to_step = tl.load(row_ptr + 6), tl.load(row_ptr + 7)
     if ALIGNED:
-        away = tl.multiple_of(away, 8)
+        away, to_away = tl.multiple_of(away, 8), tl.multiple_of(to_away, 8)
     words_ptr = partial_ptr.to(tl.pointer_type(tl.int16)) + away
+    to_ptr = partial_ptr.to(tl.pointer_type(tl.int16)) + to_away
     lane_0 = tl.full((), 0, tl.int64)
     lane_1 = tl.full((), 0, tl.int64)
     whole = num_words // WORDS
     for block in range(program, whole, tl.num_programs(1)):
-        _, at, place = _offsets(tl.cast(block, tl.int64) * WORDS, width, step, place_step, WORDS, IN_ROWS)
-        term_0, term_1 = _terms(tl.load(words_ptr + at), place + first_place)
+        first = tl.cast(block, tl.int64) * WORDS
+        _, at, to, place = _offsets(first, width, step, to_step, place_step, WORDS, IN_ROWS)
+        words = tl.load(words_ptr + at)
+        if COPY:
+            tl.store(to_ptr + to, words)
+        term_0, term_1 = _terms(words, place + first_place)
         lane_0 += tl.sum(term_0, axis=0)
         lane_1 += tl.sum(term_1, axis=0)
     if program == whole % tl.num_programs(1):
-        index, at, place = _offsets(whole * WORDS, width, step, place_step, WORDS, IN_ROWS)
+        index, at, to, place = _offsets(whole * WORDS, width, step, to_step, place_step, WORDS, IN_ROWS)
         inside = index < num_words
-        term_0, term_1 = _terms(tl.load(words_ptr + at, mask=inside, other=0), place + first_place)
+        words = tl.load(words_ptr + at, mask=inside, other=0)
+        if COPY:
+            tl.store(to_ptr + to, words, mask=inside)
+        term_0, term_1 = _terms(words, place + first_place)
         nothing = tl.zeros((WORDS,), tl.int64)
         lane_0 += tl.sum(tl.where(inside, term_0, nothing), axis=0)
         lane_1 += tl.sum(tl.where(inside, term_1, nothing), axis=0)

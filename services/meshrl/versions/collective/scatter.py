@@ -131,9 +131,10 @@ def _pays(plan: PublishPlan, offers: Sequence[Offer]) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class MessagePart:
-    """A receiver's part of a sender's piece, at byte `at` of the message."""
+    """A receiver's part of a sender's piece, at byte `at` of the message; it is all of `held`, or some of it."""
 
     piece: Piece
+    held: Move
     move: Move
     dtype: torch.dtype
     at: int
@@ -161,7 +162,7 @@ def message(tensors: Sequence[TensorEntry], bucket: Bucket, sender: int, moves: 
         dtype = TORCH_DTYPES[entry.dtype]
         for held in moves.get(entry.name, ()):
             for move in clipped(held, piece.start // dtype.itemsize, piece.end // dtype.itemsize):
-                parts.append(MessagePart(piece=piece, move=move, dtype=dtype, at=at))
+                parts.append(MessagePart(piece=piece, held=held, move=move, dtype=dtype, at=at))
                 at += -(-move.values * dtype.itemsize // ALIGNMENT) * ALIGNMENT
     return Message(parts=tuple(parts), num_bytes=at)
 
@@ -172,17 +173,6 @@ def pack(messages: Collection[Message], flat: torch.Tensor, into: torch.Tensor) 
     for each in messages:
         inside = into[at : at + each.num_bytes]
         pairs += [(part.within(inside), part.source(flat)) for part in each.parts]
-        at += each.num_bytes
-    if pairs:
-        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
-
-
-def unpack(messages: Collection[Message], flat: torch.Tensor, parameters: Mapping[str, torch.Tensor]) -> None:
-    """Copies the parts of messages, which lie in `flat` one after the other, to where they belong."""
-    pairs, at = [], 0
-    for each in messages:
-        inside = flat[at : at + each.num_bytes]
-        pairs += [(part.move.of(parameters), part.within(inside)) for part in each.parts]
         at += each.num_bytes
     if pairs:
         torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
