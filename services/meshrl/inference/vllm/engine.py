@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import pickle
 import time
 import uuid
 from collections.abc import AsyncGenerator
@@ -48,7 +49,6 @@ from meshrl.models.state import hf_state
 from meshrl.versions.layout import Layout, layout_of, mismatch
 from meshrl.versions.placement import check_parts
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.manifest_file import to_json
 from meshrl.wire.types import JoinGroup, Manifest, VersionSpan
 
 if TYPE_CHECKING:
@@ -302,7 +302,7 @@ class VllmEngine(Engine):
         self._staged = None
         with self._versions_under_way.one():
             await self._sleeper.wake()
-            patch = ("meshrl_patch", to_json(manifest), str(delta), onto_staged)
+            patch = ("meshrl_patch", pickle.dumps(manifest), str(delta), onto_staged)
             try:
                 check_parts(manifest, await self._calls.job(*patch, deadline_s=STAGE_DEADLINE_S))
             except MeshError as error:
@@ -405,7 +405,7 @@ class VllmEngine(Engine):
         with self._versions_under_way.one():
             await self._sleeper.wake()
             try:
-                receive = ("meshrl_receive", to_json(manifest), RECEIVE_STALL_S)
+                receive = ("meshrl_receive", pickle.dumps(manifest), RECEIVE_STALL_S)
                 parts = await self._calls.job(*receive, deadline_s=STAGE_DEADLINE_S)
                 if any(parts):  # of a delta, or each worker got its own
                     check_parts(manifest, parts)

@@ -365,7 +365,7 @@ class Receiver:
                     if turn and work.on_stream:
                         work.order(self._device)  # this thread goes ahead
                         works.append((communicator, work))
-                    else:  # of a GPU the first bucket: a kernel's first launch may wait for senders, which are then here
+                    else:  # the first of a GPU, too: what its taking loads may wait for senders, which are then here
                         finish(communicator, work)
                 times.num_bytes += len(flat)
                 take(turn, flat)
