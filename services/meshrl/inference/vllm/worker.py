@@ -48,8 +48,11 @@ register()  # before the model is built: vLLM imports this module first
 
 
 class WeightsExtension:
-    """Paths and plain values in, and manifests that the engine has pickled: as JSON one of 400 tensors takes 4 ms at
-    either end. Plain values out."""
+    """Paths and plain values in, and pickled manifests; plain values out.
+
+    As JSON a manifest of 400 tensors takes 4 ms at either end. Only this worker's own engine calls, over vLLM's channel
+    to its workers, which pickles all that it carries.
+    """
 
     _meshrl_shadow: WorkerShadow | None = None  # `gpu_worker` builds it before vLLM measures its room
     _meshrl_phases: Sequence[WorkerPhase] = ()

@@ -33,6 +33,9 @@ from meshrl.wire.manifest import digest
 from meshrl.wire.types import CollectivePlan, JoinGroup, Manifest, TensorEntry
 
 Bytes = NDArray[np.uint8]
+MOST_AHEAD = 8
+"""Operations that a receiver's thread starts ahead of its GPU. With hundreds CUDA's queue may be full, and a start then
+waits for senders without a deadline."""
 
 
 class Sender:
@@ -164,7 +167,7 @@ Sink = Callable[[Sequence[tuple[str, torch.Tensor]]], None]
 class ReceiveTimes:
     """Where the time of a version went: waiting for bytes, taking them, digesting them; and how many they were.
 
-    Of a GPU, whose work is only started: `wire_s` is the wait for all of it.
+    Where a GPU's work is only started, `wire_s` has the wait for all of it.
     """
 
     wire_s: float = 0.0
@@ -255,7 +258,8 @@ class Receiver:
             times.load_s += time.perf_counter() - verified_s
 
         sizes = [[end - begin for begin, end in bucket.spans] for bucket in plan.buckets]
-        self._take(plan, sizes, self._room_for(sizes), Communicator.broadcast, take, stall_s, times)
+        # A sink may wait for the device, which has no deadline: each bucket is here before it gets it.
+        self._take(plan, sizes, self._room_for(sizes), Communicator.broadcast, take, stall_s, times, 0)
         began_s = time.perf_counter()
         for entry, lanes in zip(manifest.tensors, torch.cat(digests).cpu(), strict=True):
             if digest_bytes(lanes) != entry.digest:
@@ -313,7 +317,8 @@ class Receiver:
             times.load_s += time.perf_counter() - began_s
 
         how = Communicator.receive_piece if self.is_scattered else Communicator.broadcast
-        self._take(held.plan, held.sizes, buffers, how, take, stall_s, times)
+        most_ahead = MOST_AHEAD if self._device.type == "cuda" else 0
+        self._take(held.plan, held.sizes, buffers, how, take, stall_s, times, most_ahead)
         began_s = time.perf_counter()
         digests = held.digests(parameters)
         times.verify_s += time.perf_counter() - began_s
@@ -336,8 +341,13 @@ class Receiver:
         take: Callable[[int, torch.Tensor], None],
         stall_s: float,
         times: ReceiveTimes,
+        most_ahead: int,
     ) -> None:
-        """`sizes`: of each bucket, what each sender's `begin` fills of a buffer, of which there are two, in turns."""
+        """`sizes`: of each bucket, what each sender's `begin` fills of a buffer, of which there are two, in turns.
+
+        `most_ahead`: operations on a GPU that may still run when `take` is called for what they bring. `take` is never
+        called before the first bucket is here: it may load a kernel, which may wait for what runs on the device.
+        """
         order, works = plan.buckets, deque[tuple[Communicator, Operation]]()
 
         def start(turn: int) -> tuple[torch.Tensor, list[tuple[Communicator, Operation]]]:
@@ -361,16 +371,16 @@ class Receiver:
                 flat, begun = under_way
                 if turn + 1 < len(order):  # into the other buffer: the current stream is done with it by then
                     under_way = start(turn + 1)
-                for communicator, work in begun:
-                    if turn and work.on_stream:
-                        work.order(self._device)  # this thread goes ahead
-                        works.append((communicator, work))
-                    else:  # the first of a GPU, too: what its taking loads may wait for senders, which are then here
-                        finish(communicator, work)
+                works += begun
+                if most_ahead:
+                    for _, work in begun:
+                        work.order(self._device)
+                while len(works) > (most_ahead if turn else 0):
+                    finish(*works.popleft())
                 times.num_bytes += len(flat)
                 take(turn, flat)
-            for communicator, work in works:
-                finish(communicator, work)
+            while works:
+                finish(*works.popleft())
         except BaseException:  # the sink's too: senders must not wait for a rank that is out of step
             self.abort()
             raise

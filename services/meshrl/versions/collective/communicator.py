@@ -102,11 +102,6 @@ class Operation:
     work: Work
     event: torch.cuda.Event | None = None
 
-    @property
-    def on_stream(self) -> bool:
-        """Whether work on a stream can follow it without a wait of this thread."""
-        return self.event is not None
-
     def arrived(self) -> bool:
         if self.event is None:
             return bool(self.work.is_completed())

@@ -99,7 +99,7 @@ class HeldParts:
 
 
 class _Tables:
-    """What the GPU copies and digests in one pass. Holds addresses and no memory."""
+    """What the GPU copies and digests in one pass. Has addresses of weights and buffers, and keeps neither."""
 
     def __init__(
         self, arrivals: Sequence[Sequence[Arrival]], buffers: Sequence[torch.Tensor],
