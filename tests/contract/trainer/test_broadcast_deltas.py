@@ -14,7 +14,7 @@ from broadcasting_trainer import DEADLINE_S, SHORT_S, Trainer, trainer
 from meshrl.client import WeightSyncClient
 from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.models.state import hf_state
-from meshrl.versions.transports import broadcast
+from meshrl.versions.deltas import rule
 from meshrl.versions.transports.base import Answer
 from meshrl.versions.transports.shares import SetBase
 from meshrl.versions.uploads import Peers, Uploader
@@ -188,13 +188,22 @@ async def test_versions_go_in_full_where_a_delta_is_not_taken_or_not_faster(
 
         monkeypatch.setattr(Uploader, "peers", older)
     if without == "slow_link":
-        monkeypatch.setattr(broadcast, "FAST_LINK", 1.0)
+        monkeypatch.setattr(rule, "FAST_LINK", 1.0)
     kind = Older if without == "engine" else EmbeddedEngine
     async with (
         serving_engine(model, hub, "e0", kind) as served,
         trainer(model, hub, anchor_every=64) as training,
     ):
         assert [await step(training, hub, version, served) for version in range(3)] == [FULL] * 3
+
+
+async def test_deltas_that_take_longer_are_left_out_and_one_is_tried_again_later(
+    model: str, hub: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rule, "LOSES_BY_S", -3600.0)
+    async with serving_engine(model, hub) as served, trainer(model, hub, anchor_every=3) as training:
+        kinds = [await step(training, hub, version, served) for version in range(9)]
+    assert kinds == [FULL, DELTA, DELTA, FULL, FULL, FULL, DELTA, FULL, FULL]
 
 
 async def test_version_that_a_rank_did_not_keep_is_published_and_the_next_one_leaves_in_full(

@@ -5,6 +5,7 @@ docs/weight-versions.md lists the versions that go in full.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 from loguru import logger
@@ -12,6 +13,11 @@ from loguru import logger
 from meshrl.wire.types import Manifest, TensorEntry
 
 PAYS_BELOW = 0.5  # of the full version's bytes
+FAST_LINK = 8e9
+"""Bytes a second. A group that takes more has a version in full sooner than its delta is found and applied, which is
+about 1 s on an H100 for the 8 GB of a 4B model."""
+LOSES_BY_S = 1.0
+FULL_TRIES, DELTA_TRIES = 3, 2
 
 
 class DeltaRule:
@@ -53,6 +59,47 @@ class DeltaRule:
         self._base = full
         self._deltas = 0 if manifest is full else self._deltas + 1
         self._sparse = self._deltas > 0 and (self._sparse or self._next_sparse)
+
+
+class FasterWay:
+    """Whether a version in full reaches a group of engines sooner than its delta, by what the last of both took here.
+
+    The best of several counts: with the first ones NCCL sets up its channels, and kernels are compiled.
+    """
+
+    def __init__(self, *, is_fast: bool, again_after: int) -> None:
+        """`is_fast`: so is the link, until `FULL_TRIES` versions in full have left. `again_after` so many versions in
+        full a delta that lost is tried again."""
+        self._is_fast, self._again_after = is_fast, again_after
+        self._full: deque[tuple[float, int]] = deque(maxlen=FULL_TRIES)  # seconds and bytes
+        self._delta_s: deque[float] = deque(maxlen=DELTA_TRIES)
+        self._since = 0  # versions in full since the last delta
+
+    @property
+    def is_full_faster(self) -> bool:
+        if len(self._full) < (FULL_TRIES if self._is_fast else 1):
+            return self._is_fast
+        full_s, num_bytes = min(self._full)
+        return num_bytes > FAST_LINK * full_s or self._deltas_lose(full_s)
+
+    def took_in_full(self, seconds: float, num_bytes: int) -> None:
+        self._full.append((seconds, num_bytes))
+        self._since += 1
+        if self._since == self._again_after and self._delta_s:
+            self._delta_s.popleft()
+
+    def took_as_delta(self, seconds: float) -> None:
+        """`seconds`: of making and sending it; also where it did not pay and the version left in full after all."""
+        self._delta_s.append(seconds)
+        self._since = 0
+        if self._full and self._deltas_lose(full_s := min(self._full)[0]):
+            logger.info(
+                "the next {} versions leave in full, which took {:.1f} s: {} deltas took {:.1f} s or more",
+                self._again_after, full_s, DELTA_TRIES, min(self._delta_s),
+            )  # fmt: skip
+
+    def _deltas_lose(self, full_s: float) -> bool:
+        return len(self._delta_s) == DELTA_TRIES and min(self._delta_s) > full_s + LOSES_BY_S
 
 
 def _layout(tensors: Sequence[TensorEntry]) -> list[tuple[str, str, tuple[int, ...]]]:

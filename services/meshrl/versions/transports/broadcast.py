@@ -32,7 +32,7 @@ from meshrl.versions.collective.communicator import reach_store
 from meshrl.versions.collective.plan import PublishPlan
 from meshrl.versions.collective.scatter import have_offered, scatter_offers
 from meshrl.versions.deltas.codec import write_stream
-from meshrl.versions.deltas.rule import DeltaRule
+from meshrl.versions.deltas.rule import DeltaRule, FasterWay
 from meshrl.versions.snapshot import Captured
 from meshrl.versions.transports.base import Answer, Prepared, PublishCall, VersionCall, VersionLine
 from meshrl.versions.transports.rank_calls import RankCalls
@@ -183,9 +183,6 @@ class BroadcastShare(SenderShare):
         )
 
 
-FAST_LINK = 8e9
-"""Bytes a second. A group that takes more has a version in full sooner than its delta is found and applied, which is
-about 1 s on an H100 for the 8 GB of a 4B model."""
 MOST_DELTA_BYTES = 2**32 - 1  # of a sender: of a chunk in a manifest
 ATTEMPTS = 3  # to form a group for a version
 MEET_S = 30.0
@@ -231,8 +228,9 @@ class BroadcastTransport:
         self._made: Prepared | None = None  # of it
         self._took: set[str] = set()  # engines that it was broadcast to
         self._takes_deltas = False  # whether all of the group do
-        self._is_fast = share.backend == "nccl"  # whether a version in full reaches the group sooner than a delta
-        self._warm = 0  # generation of the group that was sent a version: with the first one NCCL sets up its channels
+        self._anchor_every = anchor_every
+        self._way = self._new_way()
+        self._compared_s: float | None = None  # what the newest version's comparison with its base took
         self._delivered_s: float | None = None
         self._stuck: dict[str, float] = {}  # engines that are asked into no group until then
         self._misfits: set[str] = set()  # engines of another layout; each is named in the log once
@@ -269,11 +267,11 @@ class BroadcastTransport:
         whole = await self._send(SendVersion(version=version, delta=manifest is not in_full))
         ended_s = time.monotonic()
         parts_s = {"wire": ended_s - began_s}
-        if manifest is in_full and self._group is not None and self._took:
-            if self._share.backend == "gloo" or self._group.generation == self._warm:
-                self._is_fast = in_full.payload_bytes > FAST_LINK * parts_s["wire"]
-            self._warm = self._group.generation
-        if self._rule is not None and self._takes_deltas and not self._is_fast:
+        if self._took and manifest is in_full:
+            self._way.took_in_full(parts_s["wire"], in_full.payload_bytes)
+        if self._took and self._compared_s is not None:
+            self._way.took_as_delta(self._compared_s + parts_s["wire"])
+        if self._rule is not None and self._takes_deltas and not self._way.is_full_faster:
             await self._keep(self._rule, manifest, in_full)
             parts_s["keep"] = time.monotonic() - ended_s
         pace_s = self._watch_s if self._delivered_s is None else ended_s - self._delivered_s
@@ -292,8 +290,9 @@ class BroadcastTransport:
     # --- deltas -----------------------------------------------------------------------------------
 
     async def _encode(self, version: int) -> Prepared:
-        base = await self._base_of(version)
+        base, began_s = await self._base_of(version), time.monotonic()
         answers = await self._call(EncodeRows(version=version, base=None if base is None else base.version))
+        self._compared_s = None if base is None else time.monotonic() - began_s
         tensors, plan = digested(self._plan.tensors, answers), self._plan.collective
         in_full = self._line.manifest(version, Transport.NCCL, tensors, collective=plan)
         chunks, offset = [], 0
@@ -316,7 +315,7 @@ class BroadcastTransport:
         able = [engine for engine in members if capabilities.BROADCAST_DELTAS in engine.capabilities]
         self._takes_deltas = len(able) == len(group.members)
         base = rule.base_of(version, self._plan.tensors)
-        if base is None or self._is_fast or not self._takes_deltas:
+        if base is None or self._way.is_full_faster or not self._takes_deltas:
             return None
         if behind := [engine.engine_id for engine in able if engine.serving_version != base.version]:
             text = "version {} leaves in full: engines {} do not serve version {}"
@@ -407,8 +406,11 @@ class BroadcastTransport:
             return missing
         how = "each rank gets the parts that it holds" if self._share.scatters else "each rank gets all"
         logger.info("group {} has {} engine(s), {}", opened.generation, len(opened.members), how)
-        self._group = opened
+        self._group, self._way = opened, self._new_way()
         return set()
+
+    def _new_way(self) -> FasterWay:
+        return FasterWay(is_fast=self._share.backend == "nccl", again_after=self._anchor_every or 1)
 
     def _scatters_next(self) -> bool:
         group = self._group
