@@ -25,6 +25,15 @@ def test_no_delta_is_made_of_an_anchor() -> None:
     assert based == [None, 0, 1, None, 3, 4, None]
 
 
+def test_deltas_of_most_weights_are_named_once_with_the_key_that_turns_them_off(warned: list[str]) -> None:
+    rule = DeltaRule(anchor_every=2)
+    for version, delta_bytes in enumerate((60, 600, 167, 170)):
+        rule.pays(version, delta_bytes=delta_bytes, changed_bytes=980, num_bytes=1000)
+    (line,) = warned
+    assert line.startswith("98% of the weights changed with version 2;")
+    assert 'weight_broadcast.deltas = "off"' in line
+
+
 def test_kernels_compiled_with_the_first_versions_make_no_slow_link() -> None:
     way, num_bytes = FasterWay(is_fast=True, again_after=32), 8_044_936_192
     for seconds in (0.29, 1.05, 0.07):  # 4B on an H200 whose Triton cache was empty

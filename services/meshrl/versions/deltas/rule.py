@@ -13,6 +13,7 @@ from loguru import logger
 from meshrl.wire.types import Manifest, TensorEntry
 
 PAYS_BELOW = 0.5  # of the full version's bytes
+DENSE = 0.08  # of them; about a third of the weights, changed by a unit each
 FAST_LINK = 8e9
 """Bytes a second. A group that takes more has a version in full sooner than its delta is found and applied, which is
 about 1 s on an H100 for the 8 GB of a 4B model."""
@@ -29,6 +30,7 @@ class DeltaRule:
         self._deltas = 0  # since the last version in full
         self._sparse = False  # whether one of them may have low bytes of gaps
         self._next_sparse = True  # and whether the next one may
+        self._warned_of_dense = False
 
     def base_of(self, version: int, plan: Sequence[TensorEntry], *, sparse: bool = True) -> Manifest | None:
         """The version to make a delta from, described as if it had gone in full; None where `version` must go in full.
@@ -52,6 +54,12 @@ class DeltaRule:
             logger.info("version {} leaves in full: {:.1%} of its weights changed", version, changed)
             return False
         logger.info("version {} leaves as a delta: {:.2%} changed, {:.2%} of its bytes", version, changed, share)
+        if share > DENSE and not self._warned_of_dense:
+            self._warned_of_dense = True
+            logger.warning(
+                "{:.0%} of the weights changed with version {}; making and applying such deltas takes long: where"
+                ' trainer and engines are on one site, weight_broadcast.deltas = "off" is faster', changed, version,
+            )  # fmt: skip
         return True
 
     def delivered(self, manifest: Manifest, full: Manifest) -> None:
