@@ -91,7 +91,7 @@ async def test_engine_that_starts_again_without_the_base_gets_the_version_in_ful
         async with serving_engine(model, hub, "e1") as killed:
             assert [await step(training, hub, version, stays, killed) for version in (0, 1)] == [FULL, DELTA]
             await killed.kill()
-        training.transport._watch_s = 3600.0  # the next version comes before any copy
+        await training.transport._end_late()  # the next version comes before any copy
         async with serving_engine(model, hub, "e1") as again:
             async with WeightSyncClient(hub) as client, asyncio.timeout(60.0):
                 while [e.serving_version for e in await client.list_engines() if e.engine_id == "e1"] != [None]:  # noqa: ASYNC110 - no event for it
