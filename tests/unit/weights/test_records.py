@@ -52,6 +52,7 @@ def work_of(function: Callable[[], object]) -> int:
         return trace
 
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 traces opcodes only where a frame asked for them before
     sys.settrace(trace)
     try:
         function()
@@ -69,7 +70,7 @@ def test_records_rows_and_work_of_a_report_do_not_grow_with_the_number_of_versio
         assert len(hub.rules.line("run").records) <= MOST_RECORDS
         assert hub.disk is not None
         assert hub.disk.versions.keys() == hub.rules.line("run").records.keys()
-    assert works[1] <= 1.1 * works[0]
+    assert 0 < works[1] <= 1.1 * works[0]
 
 
 def test_a_restarted_hub_knows_what_the_one_before_knew(hub: Hub) -> None:

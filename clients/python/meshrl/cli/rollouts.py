@@ -116,8 +116,8 @@ def show(folder: RunFolder, rollout_id: str, as_json: bool) -> None:
     The beginning of its id, or of its trace's, is enough.
     """
     with closing(_open(folder)) as ledger:
-        where = "rollouts.rollout_id LIKE ?1 || '%' OR trace_id LIKE ?1 || '%'"
-        found = _read(ledger, f"{_ROW} WHERE {where} LIMIT 3", [rollout_id])
+        where = "rollouts.rollout_id LIKE ? || '%' OR trace_id LIKE ? || '%'"
+        found = _read(ledger, f"{_ROW} WHERE {where} LIMIT 3", [rollout_id, rollout_id])
         if len(found) != 1:
             what = "no rollout" if not found else "more than one rollout"
             raise CliError(f"{what} of {folder.path} begins with {rollout_id!r}; `meshrl rollouts tail` lists them")

@@ -199,10 +199,10 @@ def _records(
 ) -> tuple[dict[int, StepRecord], frozenset[int]]:
     """Records from the trainer's step on and of steps whose batch is kept, and the steps with a damaged one. Others are
     not needed, and each names every rollout of its step."""
-    columns = "SELECT step, record, seal FROM steps WHERE run = ?1"
-    kept = "SELECT DISTINCT step FROM parts WHERE run = ?1 AND step < ?2"
+    columns = "SELECT step, record, seal FROM steps WHERE run = :run"
+    kept = "SELECT DISTINCT step FROM parts WHERE run = :run AND step < :step"
     rows = connection.execute(
-        f"{columns} AND step >= ?2 UNION ALL {columns} AND step IN ({kept})", (run.run, trainer_step)
+        f"{columns} AND step >= :step UNION ALL {columns} AND step IN ({kept})", {"run": run.run, "step": trainer_step}
     )
     records, damaged = {}, set()
     for step, text, found in rows:
