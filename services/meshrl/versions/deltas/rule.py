@@ -13,12 +13,12 @@ from loguru import logger
 from meshrl.wire.types import Manifest, TensorEntry
 
 PAYS_BELOW = 0.5  # of the full version's bytes
-DENSE = 0.08  # of them; about a third of the weights, changed by a unit each
+DENSE = 0.08  # of them; more than a quarter of the weights changed
 FAST_LINK = 8e9
 """Bytes a second. A group that takes more has a version in full sooner than its delta is found and applied, which is
 about 1 s on an H100 for the 8 GB of a 4B model."""
-LOSES_BY_S = 1.0
-FULL_TRIES, DELTA_TRIES = 3, 2
+LOSES_BY_S = 1.0  # a delta that takes so much longer than a version in full; less is noise
+FULL_TRIES, DELTA_TRIES = 3, 2  # the best of which counts
 
 
 class DeltaRule:
